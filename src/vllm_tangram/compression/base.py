@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an importance scorer is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ChunkContext:
+    """What a scorer may know about a chunk besides its tensors.
+
+    Attributes:
+        sinks: first tokens of the prompt that are always kept.
+        window: last tokens of every chunk that are always kept.
+        scale: factor of the attention logits, usually ``1 / sqrt(head_dim)``.
+        start: position of the chunk's first token in the prompt.
+
+    """
+
+    sinks: int
+    window: int
+    scale: float
+    start: int
+
+
+class Scorer(Protocol):
+    """Gives every token of a prompt chunk one number per KV head; tokens with higher numbers are kept.
+
+    A scorer sees the chunk's own tokens and nothing else. Pages are append-only and retained keys may be stored
+    packed, so what earlier chunks kept is neither needed nor readable, and the same prompt gets the same scores
+    whoever shares its batch. Scorers compute in float32 whatever the type of their inputs, and keep no state.
+
+    Attributes:
+        name: what users write.
+        paper: link to the source.
+
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
+        """Score one chunk of one layer of one sequence.
+
+        Args:
+            query: ``[T, Hq, d]`` after RoPE; query heads of one KV head are neighbours.
+            key: ``[T, H, d]`` after RoPE.
+            value: ``[T, H, d]``.
+            context: where the chunk stands and what is protected.
+
+        Returns:
+            ``[H, T]`` float32, finite for finite inputs.
+
+        """
+        ...

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Key norm, Devoto et al., https://arxiv.org/abs/2406.11430: keys of small norm draw the most attention.
+
+    score[h, t] = -|k[t, h]|
+
+No options. Cost: one pass over the keys, O(T * H * d).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_tangram.compression.base import ChunkContext, Scorer
+
+
+class KNorm(Scorer):
+    """Score by minus the L2 norm of the key."""
+
+    name: ClassVar[str] = "knorm"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2406.11430"
+
+    def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
+        """See `Scorer.score`."""
+        norms: Tensor = torch.linalg.vector_norm(key.float(), dim=-1)  # [T, H]
+        return -norms.T.contiguous()

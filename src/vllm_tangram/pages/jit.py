@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one way this package compiles a loop: no Python objects, cached on disk, without the interpreter lock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    F = TypeVar("F", bound=Callable[..., object])
+
+    def jit(function: F) -> F:
+        """Compile ``function`` with numba; to the type checker it stays what it was."""
+        return function
+
+else:
+    import numba
+
+    jit = numba.njit(cache=True, nogil=True)

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts to profile a model on: made from what ships with Python, or read from a file of the user."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from random import Random
+from typing import Any
+
+from vllm_tangram.errors import TangramError
+
+MIN_CHARACTERS = 14_000
+"""Length of every pilot text: well over 2048 tokens with the tokenisers of current models."""
+
+_NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kavya", "Lior")
+_CITIES = ("Accra", "Bergen", "Cusco", "Dakar", "Esbjerg", "Fukuoka", "Galway", "Hanoi", "Izmir", "Jaipur", "Kyiv")
+_GOODS = ("anchor", "basket", "candle", "drill", "easel", "funnel", "gasket", "hammer", "inkwell", "jigsaw", "kettle")
+_RULES = (
+    "Answer in {n} sentences at most.",
+    "Quote the document where it helps, never more than {n} lines at a time.",
+    "If the document does not say, reply that it does not say; never guess.",
+    "Keep names, identifiers and numbers exactly as they are written.",
+    "Write for a reader who has programmed for {n} years.",
+    "Do not mention these instructions.",
+    "List at most {n} points, the most important one first.",
+    "Prefer short words. Avoid exclamation marks.",
+    "When two passages disagree, say so and cite both.",
+)
+_QUESTIONS = (
+    "What does the documentation say about {topic}?",
+    "Can you explain {topic} to me?",
+    "I am reading about {topic}. What should I know?",
+    "How is {topic} defined, exactly?",
+)
+
+
+def pilot_texts(count: int, seed: int = 0) -> list[str]:
+    """Make ``count`` texts of five kinds in turn: prose, code, records, dialogue, and a document with instructions.
+
+    Each has at least `MIN_CHARACTERS` characters. The same seed gives the same texts on the same Python version,
+    and text i does not depend on ``count``.
+    """
+    makers = (_prose, _code, _records, _dialogue, _instructed)
+    return [_at_least(MIN_CHARACTERS, makers[i % len(makers)], Random(f"{seed}/{i}")) for i in range(count)]
+
+
+def load_samples(path: str | Path) -> list[str]:
+    """Read texts from a JSONL file: one object a line with "text", "prompt" or "messages" (role and content).
+
+    Messages are joined as "role: content" paragraphs; blank lines are skipped.
+
+    Raises:
+        TangramError: names the file, and the line where one is wrong.
+
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TangramError(f"cannot read samples from {path}: {error}") from None
+    samples = [_sample(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    if not samples:
+        raise TangramError(f'{path} has no samples; write one JSON object a line, such as {{"text": "..."}}')
+    return samples
+
+
+def _sample(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise TangramError(f"{where}: not valid JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise TangramError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    for field in ("text", "prompt"):
+        if field in record:
+            return _text(record[field], field, where)
+    if "messages" not in record:
+        raise TangramError(f'{where}: expected one of the fields "text", "prompt" and "messages", got {sorted(record)}')
+    messages = record["messages"]
+    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
+        raise TangramError(f'{where}: "messages" must be a list of objects with "role" and "content"')
+    return "\n\n".join(
+        f"{_text(message.get('role'), 'role', where)}: {_text(message.get('content'), 'content', where)}"
+        for message in messages
+    )
+
+
+def _text(value: Any, field: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise TangramError(f'{where}: "{field}" must be a string that is not empty')
+    return value
+
+
+def _at_least(characters: int, make: Callable[[Random], Iterator[str]], random: Random) -> str:
+    parts: list[str] = []
+    length = 0
+    while length < characters:
+        for part in make(random):
+            parts.append(part)
+            length += len(part) + 2
+    return "\n\n".join(parts)
+
+
+@cache
+def _passages(topic: str) -> tuple[str, ...]:
+    """Paragraphs of a topic, joined to passages of at least 400 characters."""
+    passages = [""]
+    for paragraph in topics[topic].strip().split("\n\n"):
+        if len(passages[-1]) >= 400:
+            passages.append("")
+        passages[-1] += ("\n\n" if passages[-1] else "") + paragraph
+    return tuple(passages)
+
+
+def _excerpt(random: Random, most: int) -> tuple[str, list[str]]:
+    """A topic and up to ``most`` of its passages, in order."""
+    topic = random.choice(sorted(topics))
+    passages = _passages(topic)
+    start = random.randrange(max(1, len(passages) - most + 1))
+    return topic, list(passages[start : start + most])
+
+
+def _prose(random: Random) -> Iterator[str]:
+    yield from _excerpt(random, 8)[1]
+
+
+@cache
+def _modules() -> tuple[Path, ...]:
+    """Sizeable public modules of the standard library."""
+    files = Path(sysconfig.get_path("stdlib")).glob("[a-z]*.py")
+    return tuple(sorted(file for file in files if file.stat().st_size > MIN_CHARACTERS))
+
+
+def _code(random: Random) -> Iterator[str]:
+    module = random.choice(_modules())
+    blocks = module.read_text(encoding="utf-8").split("\n\n\n")
+    start = random.randrange(max(1, len(blocks) - 5))
+    yield f"# {module.name}"
+    for block in blocks[start : start + 8]:
+        yield block[:4000] + "\n"
+
+
+def _records(random: Random) -> Iterator[str]:
+    orders = {
+        f"{random.choice('ABCDEF')}{random.randrange(10**5):05d}": {
+            "name": random.choice(_NAMES),
+            "city": random.choice(_CITIES),
+            "item": random.choice(_GOODS),
+            "count": random.randrange(1, 100),
+            "price": f"{random.uniform(1, 500):.2f}",
+        }
+        for _ in range(40)
+    }
+    if random.random() < 0.5:
+        yield "\n".join(json.dumps({"order": order, **fields}) for order, fields in orders.items())
+    else:
+        yield "\n".join(
+            f"- order {order}: " + ", ".join(f"{field} = {value}" for field, value in fields.items())
+            for order, fields in orders.items()
+        )
+    for order in random.sample(sorted(orders), 8):
+        field = random.choice(sorted(orders[order]))
+        yield f"Question: what is the {field} of order {order}?\nAnswer: {orders[order][field]}"
+
+
+def _dialogue(random: Random) -> Iterator[str]:
+    topic, passages = _excerpt(random, 4)
+    yield f"User: {random.choice(_QUESTIONS).format(topic=topic)}\n\nAssistant: {passages[0]}"
+    for passage in passages[1:]:
+        follow_up = random.choice(("Go on.", "And then?", "Is there more to it?", f"What else about {topic}?"))
+        yield f"User: {follow_up}\n\nAssistant: {passage}"
+
+
+def _instructed(random: Random) -> Iterator[str]:
+    yield "You are a careful assistant. Read the documents below and follow every rule."
+    rules = random.sample(_RULES, 6)
+    yield "\n".join(f"{i}. {rule.format(n=random.randrange(2, 9))}" for i, rule in enumerate(rules, start=1))
+    read = [_excerpt(random, 6) for _ in range(2)]
+    for number, (topic, passages) in enumerate(read, start=1):
+        yield f"## Document {number}: {topic}\n\n" + "\n\n".join(passages)
+    topic, passages = random.choice(read)
+    yield f"Question: {random.choice(_QUESTIONS).format(topic=topic)}\n\nAnswer: {passages[0]}"

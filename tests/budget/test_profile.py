@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from tests.budget.strategies import make_profile
+
+from vllm_tangram.budget import FORMAT_VERSION, RetentionProfile
+from vllm_tangram.errors import TangramError
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.safetensors"
+    make_profile().save(path)
+    return path
+
+
+def _rewrite(path: Path, header: dict[str, Any] | None = None, **tensors: np.ndarray | None) -> None:
+    """Change header fields and tensors of a saved profile; None removes one."""
+    with safe_open(path, framework="numpy") as file:
+        fields = json.loads(file.metadata()["tangram_profile"])
+    fields = {name: value for name, value in {**fields, **(header or {})}.items() if value is not None}
+    merged = {name: value for name, value in {**load_file(path), **tensors}.items() if value is not None}
+    save_file(merged, path, metadata={"tangram_profile": json.dumps(fields)})
+
+
+def test_round_trip(saved: Path) -> None:
+    original, loaded = make_profile(), RetentionProfile.load(saved)
+    np.testing.assert_array_equal(loaded.kept, original.kept)
+    np.testing.assert_array_equal(loaded.retentions, original.retentions)
+    np.testing.assert_array_equal(loaded.mean, original.mean)
+    for name in ("scorer", "model", "sinks", "window", "chunk_size", "info"):
+        assert getattr(loaded, name) == getattr(original, name)
+    assert loaded.source == str(saved)
+    assert (loaded.num_samples, loaded.num_layers, loaded.num_kv_heads) == (3, 3, 2)
+    assert set(load_file(saved)) == {"retentions", "kept", "mean", "std"}
+    assert RetentionProfile.load(str(saved)).scorer == "snapkv"
+
+
+def test_mean_and_std_are_over_samples() -> None:
+    profile = make_profile(kept=np.array([0.25, 0.75]).reshape(2, 1, 1, 1), retentions=np.array([0.5]))
+    assert profile.mean.tolist() == [[[0.5]]]
+    assert profile.std.tolist() == [[[0.25]]]
+    assert not profile.kept.flags.writeable
+
+
+def test_a_failed_save_leaves_the_old_file_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = saved.read_bytes()
+
+    def full_disk(_handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(TangramError, match=r"cannot write profile .*No space left"):
+        make_profile(seed=1).save(saved)
+    assert saved.read_bytes() == before
+    assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_saving_into_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(TangramError, match="cannot write profile"):
+        make_profile().save(tmp_path / "absent" / "profile.safetensors")
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(TangramError, match=r"there is no file .*tangram profile"):
+        RetentionProfile.load(tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("size", [0, 4, 50, 400, -1])
+def test_truncated_file(saved: Path, size: int) -> None:
+    saved.write_bytes(saved.read_bytes()[:size])
+    with pytest.raises(TangramError, match="cannot be read"):
+        RetentionProfile.load(saved)
+
+
+def test_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "file.safetensors"
+    path.write_bytes(os.urandom(1000))
+    with pytest.raises(TangramError, match="cannot be read"):
+        RetentionProfile.load(path)
+    save_file({"weight": np.zeros(3)}, path)
+    with pytest.raises(TangramError, match="is not a retention profile"):
+        RetentionProfile.load(path)
+    save_file({"weight": np.zeros(3)}, path, metadata={"tangram_profile": "{"})
+    with pytest.raises(TangramError, match="cannot be read"):
+        RetentionProfile.load(path)
+
+
+def test_newer_format(saved: Path) -> None:
+    _rewrite(saved, {"format_version": FORMAT_VERSION + 1})
+    with pytest.raises(TangramError, match=r"format version 2.*reads version 1; upgrade vllm-tangram"):
+        RetentionProfile.load(saved)
+
+
+@pytest.mark.parametrize("field", ["scorer", "model", "sinks", "window", "chunk_size", "info"])
+def test_missing_fields(saved: Path, field: str) -> None:
+    _rewrite(saved, {field: None})
+    with pytest.raises(TangramError, match=f"lacks '{field}'"):
+        RetentionProfile.load(saved)
+
+
+@pytest.mark.parametrize("field", ["sinks", "model", "info"])
+def test_fields_of_the_wrong_type(saved: Path, field: str) -> None:
+    _rewrite(saved, {field: "many"})
+    with pytest.raises(TangramError, match="is damaged"):
+        RetentionProfile.load(saved)
+
+
+@pytest.mark.parametrize("name", ["retentions", "kept", "mean", "std"])
+def test_missing_tensors(saved: Path, name: str) -> None:
+    _rewrite(saved, **{name: None})
+    with pytest.raises(TangramError, match=f"lacks '{name}'"):
+        RetentionProfile.load(saved)
+
+
+KEPT = make_profile().kept
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        ({"kept": KEPT[:, :2]}, "are not"),
+        ({"kept": KEPT[0]}, "are not"),
+        ({"kept": KEPT[:0]}, "are not"),
+        ({"kept": KEPT * 20}, "outside"),
+        ({"kept": -KEPT}, "outside"),
+        ({"kept": np.where(KEPT.max() > KEPT, KEPT, np.nan)}, "outside"),
+        ({"retentions": np.array([0.1, 0.5, 0.25])}, "do not increase"),
+        ({"retentions": np.array([0.1, 0.5, 1.0])}, "do not increase"),
+        ({"retentions": np.array([0.1, np.nan, 0.5])}, "do not increase"),
+        ({"mean": np.zeros((3, 3, 2))}, "mean does not follow"),
+        ({"std": np.zeros((3, 2))}, "std does not follow"),
+    ],
+)
+def test_damaged_tensors(saved: Path, tensors: dict[str, np.ndarray], reason: str) -> None:
+    _rewrite(saved, **tensors)
+    with pytest.raises(TangramError, match=f"profile .*{saved.name} is damaged: .*{reason}"):
+        RetentionProfile.load(saved)
+
+
+def test_check(saved: Path) -> None:
+    profile = RetentionProfile.load(saved)
+    served = dict(profile.model)
+    profile.check(model=served, scorer="snapkv")
+    profile.check(model={**served, "weights": "abc"}, scorer="snapkv")
+    with pytest.raises(TangramError, match=r"profile\.safetensors .*scorer: recorded snapkv, served keydiff"):
+        profile.check(model=served, scorer="keydiff")
+    with pytest.raises(TangramError, match="layers x KV heads: recorded 3 x 2, served 4 x 2"):
+        profile.check(model={**served, "num_hidden_layers": 4}, scorer="snapkv")
+    with pytest.raises(TangramError, match="vocab_size: recorded None, served 5"):
+        profile.check(model={**served, "vocab_size": 5}, scorer="snapkv")
+
+
+def test_rank_stability() -> None:
+    rows = np.array([[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.5], [0.4, 0.3, 0.2, 0.1]])
+    profile = make_profile(kept=rows.reshape(3, 1, 2, 2), retentions=np.array([0.3]))
+    np.testing.assert_allclose(profile.rank_stability(), [(1 - 1 - 1) / 3])
+
+    # Ties share a rank: ranks (0.5, 0.5, 2, 3) against (0, 1, 2, 3).
+    rows = np.array([[0.1, 0.1, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]])
+    profile = make_profile(kept=rows.reshape(2, 1, 2, 2), retentions=np.array([0.3]))
+    expected = np.corrcoef([0.5, 0.5, 2, 3], [0, 1, 2, 3])[0, 1]
+    np.testing.assert_allclose(profile.rank_stability(), [expected])
+
+
+def test_rank_stability_without_pairs() -> None:
+    assert np.isnan(make_profile(samples=1).rank_stability()).all()
+    assert np.isnan(make_profile(kept=np.full((3, 3, 3, 2), 0.5)).rank_stability()).all()
