@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Honest memory promises: a request's need is known when it arrives, so it is refused there or it runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.engine.input_processor import InputProcessor
+
+from vllm_tangram.engine.setup import OPTIONS_KEY, config_of, plan_of
+from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreRequest
+
+    from vllm_tangram.budget import RetentionPlan
+    from vllm_tangram.config import TangramConfig
+
+logger = init_logger(__name__)
+
+RETENTION_KEY = "retention"  # in vllm_xargs (OpenAI API) and SamplingParams.extra_args
+
+
+def retention_of(config: TangramConfig, extra_args: Mapping[str, Any] | None) -> float:
+    """Retention of one request: its own, or the server's.
+
+    Raises:
+        TangramError: not a number in [retention_floor, 1].
+
+    """
+    value = (extra_args or {}).get(RETENTION_KEY)
+    return config.retention if value is None else config.request_retention(value)
+
+
+def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
+    """Refuse a request that can never run, in the front end, so that the client gets the reason.
+
+    Raises:
+        TangramError: bad retention, streaming input, or a prompt that needs more pages than the pool has.
+
+    """
+    if request.resumable:
+        raise TangramError(
+            "streaming input is not supported by vllm-tangram: the whole prompt must be known at arrival"
+        )
+    plan = plan_of(vllm_config)
+    params = request.sampling_params
+    retention = retention_of(plan.config, params.extra_args if params else None)
+    num_pages = vllm_config.cache_config.num_gpu_blocks or 0
+    pool = num_pages // vllm_config.parallel_config.data_parallel_size - 1
+    prompt_len = len(request.prompt_token_ids or ())
+    need = plan.schedule(retention).num_pages(prompt_len, prompt_len)
+    if num_pages and need > pool:
+        raise TangramError(
+            f"the prompt of {prompt_len} tokens needs {need} pages at retention {retention:g}, but the KV "
+            f"pool has {pool}: "
+            "shorten it, ask for a smaller retention, or give the server more KV memory "
+            "(--kv-cache-memory-bytes or --gpu-memory-utilization)"
+        )
+
+
+def install_request_check() -> None:
+    """Run ``check_request`` on every request of an engine of ours.
+
+    vLLM has no per-request hook that sees the tokenised prompt, so one method is wrapped, in memory; stock engines in
+    the
+    same process pass through.
+    """
+    original = InputProcessor.process_inputs
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
+        request: EngineCoreRequest = original(self, *args, **kwargs)
+        if OPTIONS_KEY in (self.vllm_config.additional_config or {}):
+            check_request(self.vllm_config, request)
+        return request
+
+    InputProcessor.process_inputs = process_inputs
+
+
+def log_capacity(vllm_config: VllmConfig, plan: RetentionPlan, num_pages: int, page_bytes: int) -> None:
+    """Say what really fits; vLLM's own line counts a page as a block of tokens."""
+    length = vllm_config.model_config.max_model_len
+    need = plan.schedule(plan.config.retention).num_pages(length, length)
+    full = plan.full_pages(length)
+    logger.info(
+        "Tangram: retention %g, scorer %s, %d head groups of %d; pool of %d pages (%.2f GiB) holds "
+        "%.1f prompts of %d tokens "
+        "(%d pages each, %.1f%% of full KV, which would hold %.1f).",
+        config_of(vllm_config).retention,
+        plan.config.scorer,
+        plan.num_groups,
+        plan.groups.size,
+        num_pages - 1,
+        num_pages * page_bytes / 2**30,
+        (num_pages - 1) / need,
+        length,
+        need,
+        100 * need / full,
+        (num_pages - 1) / full,
+    )

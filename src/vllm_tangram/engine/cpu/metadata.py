@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the attention of one step needs, computed once for all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.v1.attention.backend import AttentionMetadataBuilder
+
+from vllm_tangram.engine.setup import config_of
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from vllm_tangram.engine.cpu.runner import TangramCPUModelRunner
+    from vllm_tangram.engine.profiling import ScoreObserver
+    from vllm_tangram.pages.table import PageTable
+
+Ints = npt.NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The first rows of the batch: one new token each, written straight to pages.
+
+    Attributes:
+        slots: ``[R]`` page-table slots.
+        lengths: ``[R, N]`` tokens that each group holds, the new one included.
+
+    """
+
+    slots: Ints
+    lengths: Ints
+
+
+@dataclass(frozen=True)
+class PrefillRow:
+    """Several new tokens of one request: a chunk of its prompt, or generated tokens replayed after a preemption.
+
+    ::
+
+        before[g]              num_tokens
+        |---- retained pages --|---- the row's tokens ----|
+        |---------- after[g] = before[g] + what the group keeps of them
+
+    Attributes:
+        first: index of its first token in the batch.
+        num_tokens: T.
+        position: position of its first token in the request.
+        slot: page-table slot.
+        before: ``[N]`` tokens held before the step; whole blocks unless the row is ``direct``.
+        after: ``[N]`` tokens held after it.
+        staging_block: first of the staging blocks that hold the row, one run per KV head; -1 if ``direct``.
+        request: index of the request in the batch.
+
+    """
+
+    first: int
+    num_tokens: int
+    position: int
+    slot: int
+    before: Ints
+    after: Ints
+    staging_block: int
+    request: int
+
+    @property
+    def direct(self) -> bool:
+        """Nothing is evicted, so the tokens go straight to pages."""
+        return self.staging_block < 0
+
+
+@dataclass(frozen=True)
+class HeadGroupMetadata:
+    """One step."""
+
+    table: PageTable
+    decodes: DecodeRows | None
+    prefills: tuple[PrefillRow, ...]
+    observer: ScoreObserver | None
+
+
+class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
+    """Turns vLLM's batch into rows; ``bind`` gives it the runner, which knows the requests."""
+
+    reorder_batch_threshold: int | None = 1  # decodes first
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.block_size: int = kv_cache_spec.block_size
+        self.num_groups: int = kv_cache_spec.num_groups
+        self.num_kv_heads: int = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
+        self.config = config_of(vllm_config)
+        self.runner: TangramCPUModelRunner | None = None
+
+    def bind(self, runner: TangramCPUModelRunner) -> None:
+        self.runner = runner
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> HeadGroupMetadata:
+        runner = self.runner
+        assert runner is not None
+        num_reqs = common_attn_metadata.num_reqs
+        starts = common_attn_metadata.query_start_loc_cpu[: num_reqs + 1].numpy()
+        query_lens = np.diff(starts)
+        before_tokens = runner.input_batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
+        slots = runner.slots_of(runner.input_batch.req_ids[:num_reqs])
+        flat = runner.input_batch.block_table[0]
+        runner.page_table.ingest_all(
+            slots, np.arange(num_reqs, dtype=np.int32), flat.block_table.np, flat.num_blocks_per_row
+        )
+        after = np.empty((num_reqs, self.num_groups), np.int32)
+        runner.page_table.lengths(slots, before_tokens + query_lens, after)
+
+        num_decodes = int(np.argmin(np.append(query_lens == 1, False)))
+        decodes = DecodeRows(slots[:num_decodes], after[:num_decodes]) if num_decodes else None
+        before = np.empty((num_reqs - num_decodes, self.num_groups), np.int32)
+        runner.page_table.lengths(slots[num_decodes:], before_tokens[num_decodes:], before)
+        prefills = []
+        staging_block = runner.first_staging_block
+        for row, request in enumerate(range(num_decodes, num_reqs)):
+            num_tokens = int(query_lens[request])
+            # A whole chunk is staged even if one group alone evicts: one path for all heads of a layer.
+            staged = bool((after[request] - before[row] < num_tokens).any())
+            prefills.append(
+                PrefillRow(
+                    first=int(starts[request]),
+                    num_tokens=num_tokens,
+                    position=int(before_tokens[request]),
+                    slot=int(slots[request]),
+                    before=before[row],
+                    after=after[request],
+                    staging_block=staging_block if staged else -1,
+                    request=request,
+                )
+            )
+            if staged:
+                staging_block += -(-num_tokens // self.block_size) * self.num_kv_heads
+        assert staging_block <= runner.last_staging_block, "the step does not fit in the staging pages"
+        return HeadGroupMetadata(runner.page_table, decodes, tuple(prefills), runner.observer)

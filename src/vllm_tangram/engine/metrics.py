@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our figures beside vLLM's: from the scheduler's process to Prometheus and to ``LLM.tangram_stats()``.
+
+They travel in vLLM's own per-step ``SchedulerStats``, in its one open dictionary of integers, and are taken out again
+before vLLM's loggers look at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import Counter, Gauge
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.metrics.stats import SchedulerStats
+
+_PREFIX = "tangram:"
+
+
+@dataclass(frozen=True)
+class PageStats:
+    """The page pool at one moment; all values are counts of pages unless said otherwise.
+
+    Attributes:
+        pages_in_use: taken from the pool.
+        pages_free: can be taken now.
+        pages_held: by requests that are running; equals ``pages_in_use``, counted from the requests' side.
+        pages_kept: what the eviction schedules say those requests must hold at their present lengths.
+        pages_full_kv: what the same requests would hold at full KV.
+        pages_waiting: need of the requests that wait.
+        pages_reclaimed: pages that became unnecessary before their request ended, since start; the design keeps it 0.
+        preemptions: since start.
+        page_bytes: bytes of one page.
+
+    """
+
+    pages_in_use: int
+    pages_free: int
+    pages_held: int
+    pages_kept: int
+    pages_full_kv: int
+    pages_waiting: int
+    pages_reclaimed: int
+    preemptions: int
+    page_bytes: int
+
+    def attach(self, stats: SchedulerStats) -> None:
+        """Put the figures into vLLM's per-step statistics."""
+        stats.num_kv_fetch_reqs_by_stage.update({_PREFIX + name: value for name, value in asdict(self).items()})
+
+    @classmethod
+    def detach(cls, stats: SchedulerStats) -> PageStats | None:
+        """Take them out again; None if the engine is not ours."""
+        carrier = stats.num_kv_fetch_reqs_by_stage
+        names = [name for name in carrier if name.startswith(_PREFIX)]
+        return cls(**{name.removeprefix(_PREFIX): carrier.pop(name) for name in names}) if names else None
+
+    @property
+    def kept_fraction(self) -> float | None:
+        """Pages held over full KV of the requests that run now; None when none does."""
+        return self.pages_held / self.pages_full_kv if self.pages_full_kv else None
+
+
+class _Gauges:
+    """Prometheus series, made once per process (the registry refuses a second definition)."""
+
+    _instance: _Gauges | None = None
+
+    def __init__(self) -> None:
+        labels = ["model_name", "engine"]
+        self.pages = Gauge("tangram:pages", "KV pages by state.", [*labels, "state"], multiprocess_mode="mostrecent")
+        self.kept = Gauge(
+            "tangram:kv_retained_fraction",
+            "Pages held by running requests over what full KV would hold.",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
+        self.waiting = Gauge(
+            "tangram:waiting_pages", "Page need of waiting requests.", labels, multiprocess_mode="mostrecent"
+        )
+        self.preemptions = Counter("tangram:preemptions", "Requests preempted for lack of pages.", labels)
+        self.reclaimed = Counter("tangram:pages_reclaimed", "Pages returned before their request ended.", labels)
+
+    @classmethod
+    def get(cls) -> _Gauges:
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+
+class TangramStatLogger(StatLoggerBase):
+    """vLLM loads it in every front end (entry point ``vllm.stat_logger_plugins``); idle unless the engine is ours."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        from vllm_tangram.engine.setup import OPTIONS_KEY, staging_pages
+
+        self.last: PageStats | None = None
+        self.enabled = OPTIONS_KEY in (vllm_config.additional_config or {})
+        if self.enabled:
+            self.labels = (vllm_config.model_config.served_model_name or vllm_config.model_config.model, engine_index)
+            if not isinstance(self.labels[0], str):
+                self.labels = (self.labels[0][0], engine_index)
+            self.staging = staging_pages(vllm_config)
+            self.gauges = _Gauges.get()
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        stats = PageStats.detach(scheduler_stats) if scheduler_stats is not None else None
+        if stats is None or not self.enabled:
+            return
+        previous, self.last = self.last, stats
+        gauges, labels = self.gauges, self.labels
+        for state, value in (("in_use", stats.pages_in_use), ("free", stats.pages_free), ("staging", self.staging)):
+            gauges.pages.labels(*labels, state).set(value)
+        gauges.kept.labels(*labels).set(stats.kept_fraction or 0.0)
+        gauges.waiting.labels(*labels).set(stats.pages_waiting)
+        gauges.preemptions.labels(*labels).inc(stats.preemptions - (previous.preemptions if previous else 0))
+        gauges.reclaimed.labels(*labels).inc(stats.pages_reclaimed - (previous.pages_reclaimed if previous else 0))
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to say beyond the scheduler's own line."""

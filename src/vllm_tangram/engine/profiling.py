@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making a retention profile: pilot samples run through the engine, all heads compete for one budget, offline."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import vllm
+
+from vllm_tangram.budget import RetentionProfile
+from vllm_tangram.compression.competition import compete
+from vllm_tangram.engine.setup import config_of, fingerprint_of
+from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_tangram.engine.cpu.metadata import PrefillRow
+    from vllm_tangram.engine.llm import LLM
+
+#: Retentions at which the heads compete; budgets in between are interpolated.
+PROFILE_RETENTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class ScoreObserver:
+    """Collects in the worker what each member would keep of every prompt that runs; a prompt is a sample.
+
+    Chunks compete each for themselves, as they do when compression is on. Memory: one chunk's scores of all layers.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, retentions: Sequence[float]) -> None:
+        self.config = config_of(vllm_config)
+        self.num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        self.retentions = list(retentions)
+        self._scores: dict[int, list[torch.Tensor]] = {}  # chunk (by batch row) -> scores of the layers so far
+        self._kept: list[np.ndarray] = []  # per sample [R, L, H] tokens
+        self._tokens: list[int] = []
+
+    def observe(self, layer: int, row: PrefillRow, scores: torch.Tensor) -> None:
+        """Take one layer's scores ``[H, T]`` of a chunk; the last layer closes the chunk."""
+        chunk = self._scores.setdefault(row.request, [])
+        assert len(chunk) == layer, "layers run in order"
+        chunk.append(scores.clone())
+        if len(chunk) < self.num_layers:
+            return
+        kept = compete(
+            torch.stack(self._scores.pop(row.request)),
+            self.retentions,
+            protect_head=max(0, min(self.config.sinks - row.position, row.num_tokens)),
+            protect_tail=min(self.config.window, row.num_tokens),
+        ).numpy()
+        if row.position == 0:
+            self._kept.append(kept)
+            self._tokens.append(row.num_tokens)
+        else:  # the profiler runs one sample at a time, so this chunk continues the last one
+            self._kept[-1] = self._kept[-1] + kept
+            self._tokens[-1] += row.num_tokens
+
+    def kept_fractions(self) -> list[Any]:
+        """``[S][R][L][H]`` nested lists of the fractions kept, one entry per sample."""
+        return [(kept / tokens).tolist() for kept, tokens in zip(self._kept, self._tokens, strict=True)]
+
+
+def profile_model(
+    llm: LLM,
+    texts: Sequence[str],
+    *,
+    max_tokens: int,
+    source: str,
+    advance: Callable[[], None] = lambda: None,
+) -> RetentionProfile:
+    """Run pilot samples through an engine of retention 1 and record what each member keeps.
+
+    Args:
+        llm: an engine whose options name the scorer, sinks, window and chunk size to profile.
+        texts: the samples.
+        max_tokens: tokens of a sample that are used.
+        source: where the samples come from, for the file.
+        advance: called after every sample (progress).
+
+    Raises:
+        TangramError: a sample is too short for anything to compete.
+
+    """
+    vllm_config = llm.llm_engine.vllm_config
+    config = config_of(vllm_config)
+    tokenizer = llm.get_tokenizer()
+    limit = min(max_tokens, vllm_config.model_config.max_model_len - 2)
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        ids = tokenizer.encode(text)[:limit]
+        if len(ids) < 2 * (config.sinks + config.window):
+            raise TangramError(
+                f"sample {number} has {len(ids)} tokens; a pilot sample needs at least twice the protected ones "
+                f"(--sinks + --window = {config.sinks + config.window})"
+            )
+        prompts.append({"prompt_token_ids": ids})
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0)
+    llm.collective_rpc("tangram_start_profile", args=(list(PROFILE_RETENTIONS),))
+    for prompt in prompts:
+        llm.generate(prompt, sampling, use_tqdm=False)
+        advance()
+    (kept,) = llm.collective_rpc("tangram_take_profile")
+    return RetentionProfile(
+        retentions=np.array(PROFILE_RETENTIONS),
+        kept=np.array(kept, np.float32),
+        scorer=config.scorer,
+        model=fingerprint_of(vllm_config.model_config),
+        sinks=config.sinks,
+        window=config.window,
+        chunk_size=config.chunk_size,
+        info={
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "model_name": str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
+            "samples": source,
+            "tokens_per_sample": f"{min(len(p['prompt_token_ids']) for p in prompts)} to "
+            f"{max(len(p['prompt_token_ids']) for p in prompts)}",
+            "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+            "vllm": vllm.__version__,
+            "vllm-tangram": version("vllm-tangram"),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+    )

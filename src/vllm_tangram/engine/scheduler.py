@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers with whole compression chunks, exact admission and our figures; ``schedule()`` itself is stock."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_tangram.engine import admission
+from vllm_tangram.engine.compat import check_supported
+from vllm_tangram.engine.manager import HeadGroupManager, RequestBudget
+from vllm_tangram.engine.metrics import PageStats
+from vllm_tangram.engine.setup import plan_of
+from vllm_tangram.engine.spec import HeadGroupSpec
+from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm.v1.metrics.stats import SchedulerStats
+
+logger = init_logger(__name__)
+
+
+class _HeadGroupScheduling(Scheduler):
+    """What both of vLLM's schedulers need; never instantiated itself."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        check_supported(self.vllm_config)
+        self.plan = plan_of(self.vllm_config)
+        spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        if not isinstance(spec, HeadGroupSpec):
+            raise TangramError(
+                f"the worker described its KV cache as {type(spec).__name__}, not as head groups: "
+                "--worker-cls must be vllm-tangram's (start the engine with `tangram serve` or vllm_tangram.LLM)"
+            )
+        if spec.plan_digest != self.plan.digest():
+            raise TangramError(
+                "scheduler and worker read different retention profiles: --profile must name the same file "
+                f"everywhere and must not change while the engine starts ({self.plan.config.profile})"
+            )
+        (manager,) = self.kv_cache_manager.coordinator.single_type_managers
+        assert isinstance(manager, HeadGroupManager)
+        self.pages = manager
+        self.page_bytes = spec.page_size_bytes
+        self.num_preemptions = 0
+        admission.log_capacity(self.vllm_config, self.plan, self.kv_cache_config.num_blocks, spec.page_size_bytes)
+
+    def add_request(self, request: Request) -> None:
+        """Announce the request's page need, cut its generation to what the pool can hold, and queue it."""
+        if request.request_id not in self.requests:
+            budget = RequestBudget(request.num_prompt_tokens, self._schedule_of(request))
+            self.pages.announce(request.request_id, budget)
+            longest = budget.schedule.max_tokens_within(request.num_prompt_tokens, self._usable_pages())
+            # The front end refuses prompts that never fit, and the last token needs no page. Without this bound the
+            # last
+            # running request would preempt itself for ever.
+            fitting = max(longest - request.num_prompt_tokens + 1, 1)
+            if request.max_tokens > fitting:
+                logger.info(
+                    "Tangram: request %s may generate %d of %d tokens: its pages then fill the whole pool.",
+                    request.request_id,
+                    fitting,
+                    request.max_tokens,
+                )
+                request.max_tokens = fitting
+        super().add_request(request)
+
+    def _schedule_of(self, request: Request) -> Any:
+        params = request.sampling_params
+        return self.plan.schedule(admission.retention_of(self.plan.config, params.extra_args if params else None))
+
+    def _usable_pages(self) -> int:
+        return int(self.kv_cache_config.num_blocks) - 1  # vLLM keeps block 0 as its null block
+
+    def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Whole chunks only: up to the next multiple of the chunk size, or the prompt's end; else not in this step.
+
+        So what a request keeps, and what it answers, does not depend on who shares its steps.
+        """
+        prompt_len = request.num_prompt_tokens
+        if num_computed_tokens >= prompt_len:
+            return num_new_tokens
+        chunk_size = self.plan.config.chunk_size
+        end = min((num_computed_tokens // chunk_size + 1) * chunk_size, prompt_len)
+        chunk = end - num_computed_tokens
+        return chunk if num_new_tokens >= chunk else 0
+
+    def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
+        self.num_preemptions += 1
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _free_blocks(self, request: Request) -> None:
+        super()._free_blocks(request)
+        self.pages.withdraw(request.request_id)
+
+    def page_stats(self) -> PageStats:
+        """The pool and the running requests as of now."""
+        held = kept = full = 0
+        for request_id, blocks in self.pages.req_to_blocks.items():
+            request = self.requests.get(request_id)
+            if request is None or not blocks:
+                continue
+            held += len(blocks)
+            tokens = max(request.num_computed_tokens, 1)
+            kept += self.pages.budgets[request_id].pages(tokens)
+            full += self.plan.full_pages(tokens)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        waiting = [r for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
+        return PageStats(
+            pages_in_use=self._usable_pages() - free,
+            pages_free=free,
+            pages_held=held,
+            pages_kept=kept,
+            pages_full_kv=full,
+            pages_waiting=sum(self.pages.budgets[r.request_id].pages(r.num_tokens) for r in waiting),
+            pages_reclaimed=self.pages.pages_reclaimed,
+            preemptions=self.num_preemptions,
+            page_bytes=self.page_bytes,
+        )
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        stats = super().make_stats(*args, **kwargs)
+        if stats is not None:
+            self.page_stats().attach(stats)
+        return stats
+
+
+class TangramScheduler(_HeadGroupScheduling):
+    """For synchronous scheduling (the CPU)."""
+
+
+class TangramAsyncScheduler(_HeadGroupScheduling, AsyncScheduler):
+    """For asynchronous scheduling (CUDA)."""
