@@ -23,3 +23,12 @@ def shared_data() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no shared data at {folder} (set TANGRAM_SHARED)")
     return folder
+
+
+@pytest.fixture(scope="session")
+def embedded() -> Path:
+    """The embedded model's checkpoint."""
+    pytest.importorskip("vllm", reason="vLLM is not installed")
+    from vllm_tangram.embedded import embedded_model
+
+    return embedded_model()

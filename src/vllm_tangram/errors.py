@@ -3,7 +3,4 @@
 
 
 class TangramError(ValueError):
-    """A request, option or file that cannot be used; the message says which, why and what to do.
-
-    A ``ValueError`` so that vLLM's OpenAI server answers it with HTTP 400.
-    """
+    """A request, option or file that cannot be used; the message says which, why and what to do."""

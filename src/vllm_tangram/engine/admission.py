@@ -7,6 +7,7 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 from vllm.v1.engine.input_processor import InputProcessor
 
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionPlan
     from vllm_tangram.config import TangramConfig
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.tangram")  # vLLM shows only what is logged below its own name
 
 RETENTION_KEY = "retention"  # in vllm_xargs (OpenAI API) and SamplingParams.extra_args
+
+
+class RequestRefused(TangramError, VLLMClientError):
+    """A request that can never run; a ``VLLMClientError`` is what vLLM's server answers with HTTP 400."""
 
 
 def retention_of(config: TangramConfig, extra_args: Mapping[str, Any] | None) -> float:
@@ -50,15 +55,14 @@ def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
     plan = plan_of(vllm_config)
     params = request.sampling_params
     retention = retention_of(plan.config, params.extra_args if params else None)
-    num_pages = vllm_config.cache_config.num_gpu_blocks or 0
-    pool = num_pages // vllm_config.parallel_config.data_parallel_size - 1
+    num_pages = vllm_config.cache_config.num_gpu_blocks or 0  # unknown to a front end that has no engine yet
+    pool = num_pages - 1
     prompt_len = len(request.prompt_token_ids or ())
     need = plan.schedule(retention).num_pages(prompt_len, prompt_len)
     if num_pages and need > pool:
         raise TangramError(
-            f"the prompt of {prompt_len} tokens needs {need} pages at retention {retention:g}, but the KV "
-            f"pool has {pool}: "
-            "shorten it, ask for a smaller retention, or give the server more KV memory "
+            f"the prompt of {prompt_len} tokens needs {need} pages at retention {retention:g}, but the KV pool "
+            f"has {pool}: shorten it, ask for a smaller retention, or give the server more KV memory "
             "(--kv-cache-memory-bytes or --gpu-memory-utilization)"
         )
 
@@ -67,21 +71,28 @@ def install_request_check() -> None:
     """Run ``check_request`` on every request of an engine of ours.
 
     vLLM has no per-request hook that sees the tokenised prompt, so one method is wrapped, in memory; stock engines in
-    the
-    same process pass through.
+    the same process pass through.
     """
     original = InputProcessor.process_inputs
-    if hasattr(original, "__wrapped__"):
+    if request_check_installed():
         return
 
     @functools.wraps(original)
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
         request: EngineCoreRequest = original(self, *args, **kwargs)
         if OPTIONS_KEY in (self.vllm_config.additional_config or {}):
-            check_request(self.vllm_config, request)
+            try:
+                check_request(self.vllm_config, request)
+            except TangramError as error:
+                raise RequestRefused(str(error)) from None
         return request
 
     InputProcessor.process_inputs = process_inputs
+
+
+def request_check_installed() -> bool:
+    """Whether ``install_request_check`` has run in this process; vLLM runs it when it loads the plugin."""
+    return hasattr(InputProcessor.process_inputs, "__wrapped__")
 
 
 def log_capacity(vllm_config: VllmConfig, plan: RetentionPlan, num_pages: int, page_bytes: int) -> None:

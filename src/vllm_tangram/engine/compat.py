@@ -133,6 +133,11 @@ _REFUSALS: tuple[Refusal, ...] = (
         "the per-rank grouping is not built yet",
         _is_set("parallel_config.tensor_parallel_size", 1),
     ),
+    Refusal(
+        "--data-parallel-size",
+        "the front end does not yet know which engine's pool a request will use; run one server per engine",
+        _is_set("parallel_config.data_parallel_size", 1),
+    ),
     Refusal("--enable-dbo", "a step is not split into microbatches", _is_set("parallel_config.enable_dbo", False)),
     Refusal(
         "--kv-cache-dtype",
@@ -238,19 +243,6 @@ def check_supported(config: VllmConfig) -> None:
             f"least --chunk-size + --max-num-seqs = {chunk_size} + {scheduler.max_num_seqs} = "
             f"{chunk_size + scheduler.max_num_seqs}"
         )
-
-
-def tolerate_llvmlite() -> None:
-    """Let a second engine start in a process that has loaded numba.
-
-    vLLM's CPU worker asks every object of every module for ``__dict__["kernel"]`` before it starts. llvmlite's
-    library wrapper
-    answers any attribute, ``__dict__`` too, with a C function; an entry in its function table makes that an empty
-    dictionary.
-    """
-    from llvmlite.binding.ffi import lib
-
-    lib._fntab.setdefault("__dict__", {})
 
 
 def check_layers(layers: Iterable[tuple[str, Any]], num_kv_heads: int) -> None:

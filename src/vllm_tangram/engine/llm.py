@@ -3,18 +3,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+import difflib
+import inspect
+from dataclasses import asdict, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.metrics import TangramStatLogger
-from vllm_tangram.engine.options import engine_options, split_options
-from vllm_tangram.engine.resolve import resolve_profile
+from vllm_tangram.engine.options import split_options
+from vllm_tangram.engine.ready import ready_options
 from vllm_tangram.engine.setup import staging_pages
 from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+# vLLM's LLM takes these also as plain dictionaries or numbers and converts them; none decides what is checked.
+_CONVERTED = {"compilation_config", "structured_outputs_config", "profiler_config", "attention_config"}
 
 
 class LLM(vllm.LLM):
@@ -38,9 +49,11 @@ class LLM(vllm.LLM):
 
     def __init__(self, model: str, **options: Any) -> None:
         ours, vllms = split_options(options)
-        config = resolve_profile(TangramConfig.parse(ours), str(model), vllms)
+        _check_names(vllms)
         vllms.setdefault("disable_log_stats", False)
-        super().__init__(str(model), **engine_options(config, vllms))
+        name = str(model)
+        ready = ready_options(TangramConfig.parse(ours), name, vllms, partial(self._build, name))
+        super().__init__(name, **ready)
         self._page_log: TangramStatLogger | None = None
         if (manager := self.llm_engine.logger_manager) is not None:
             # The offline engine loads no logger plugins, and ours must see the statistics before vLLM's do.
@@ -48,9 +61,17 @@ class LLM(vllm.LLM):
             manager.stat_loggers.insert(0, adapter)
             self._page_log = adapter.per_engine_stat_loggers[manager.engine_indexes[0]]
 
+    @staticmethod
+    def _build(model: str, options: dict[str, Any]) -> VllmConfig:
+        """vLLM's configuration of an engine that is not started yet; what only ``LLM`` itself takes is left out."""
+        known = {field.name for field in fields(EngineArgs)} - _CONVERTED
+        arguments = {name: value for name, value in options.items() if name in known}
+        return EngineArgs(model=model, **arguments).create_engine_config(UsageContext.LLM_CLASS)
+
     def tangram_stats(self) -> dict[str, float | int | None]:
-        """The page pool after the last step: the fields of ``PageStats``, ``pages_staging`` and "
-        "``kv_retained_fraction``.
+        """The page pool after the last step.
+
+        The fields of ``PageStats``, ``pages_staging`` and ``kv_retained_fraction``; empty before the first step.
 
         Raises:
             TangramError: the engine was started with ``disable_log_stats=True``.
@@ -66,3 +87,12 @@ class LLM(vllm.LLM):
             "pages_staging": staging_pages(self.llm_engine.vllm_config),
             "kv_retained_fraction": stats.kept_fraction,
         }
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    known = {field.name for field in fields(EngineArgs)} | set(inspect.signature(vllm.LLM.__init__).parameters)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known | set(TangramConfig.model_fields), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TangramError(f"unknown option {name!r}{hint}")

@@ -72,6 +72,7 @@ class _Gauges:
     def __init__(self) -> None:
         labels = ["model_name", "engine"]
         self.pages = Gauge("tangram:pages", "KV pages by state.", [*labels, "state"], multiprocess_mode="mostrecent")
+        self.page_bytes = Gauge("tangram:page_bytes", "Bytes of a page.", labels, multiprocess_mode="mostrecent")
         self.kept = Gauge(
             "tangram:kv_retained_fraction",
             "Pages held by running requests over what full KV would hold.",
@@ -120,6 +121,7 @@ class TangramStatLogger(StatLoggerBase):
         gauges, labels = self.gauges, self.labels
         for state, value in (("in_use", stats.pages_in_use), ("free", stats.pages_free), ("staging", self.staging)):
             gauges.pages.labels(*labels, state).set(value)
+        gauges.page_bytes.labels(*labels).set(stats.page_bytes)
         gauges.kept.labels(*labels).set(stats.kept_fraction or 0.0)
         gauges.waiting.labels(*labels).set(stats.pages_waiting)
         gauges.preemptions.labels(*labels).inc(stats.preemptions - (previous.preemptions if previous else 0))

@@ -4,15 +4,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from pydantic import ValidationError
+from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.setup import OPTIONS_KEY
 from vllm_tangram.errors import TangramError
 
-_DEFAULT_BLOCK_SIZE = 32  # the smallest that the CPU's kernels take: eviction goes by blocks
+DEFAULT_BLOCK_SIZE = 32  # the smallest that the CPU's kernels take: eviction goes by blocks
 _DEFAULT_MAX_NUM_SEQS = 128
 _WORKER = "vllm_tangram.engine.cpu.worker.TangramCPUWorker"
 _SCHEDULER = "vllm_tangram.engine.scheduler.TangramScheduler"
@@ -54,7 +58,7 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
             "--enable-prefix-caching is not supported by vllm-tangram: compressed pages hold no whole "
             "blocks of tokens to hash"
         )
-    block_size = given.setdefault("block_size", _DEFAULT_BLOCK_SIZE)
+    block_size = given.setdefault("block_size", DEFAULT_BLOCK_SIZE)
     if block_size % 32:
         raise TangramError(f"--block-size must be a multiple of 32 on the CPU, got {block_size}")
     if config.chunk_size % block_size:
@@ -69,3 +73,21 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
         "enable_prefix_caching": False,
         "additional_config": (given.get("additional_config") or {}) | {OPTIONS_KEY: config.model_dump()},
     }
+
+
+@contextmanager
+def vllm_refusals(prefix: str = "") -> Iterator[None]:
+    """Turn what vLLM says about a user's options and model into a ``TangramError`` of one line, in vLLM's words."""
+    try:
+        yield
+    except TangramError:
+        raise
+    except ValidationError as error:
+        reasons = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
+        raise TangramError(prefix + _one_line(reasons)) from error
+    except (VLLMError, ValueError, TypeError, OSError) as error:  # OSError: the model cannot be found or fetched
+        raise TangramError(prefix + _one_line(str(error))) from error
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

@@ -6,26 +6,40 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
 from vllm_tangram import __version__, paths, pilot
 from vllm_tangram.budget import RetentionProfile
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.embedded import embedded_model
+from vllm_tangram.engine.options import DEFAULT_BLOCK_SIZE
 from vllm_tangram.engine.setup import fingerprint_of
 from vllm_tangram.errors import TangramError
 
-logger = init_logger(__name__)
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
 
+logger = init_logger("vllm.tangram")  # vLLM shows only what is logged below its own name
+
+EMBEDDED = "embedded"
 PILOT_SAMPLES = 50
 PILOT_TOKENS = 2048
 _SHIPPED = Path(__file__).parent.parent / "profiles"
 # vLLM options that decide which model is served, and how it computes: a profile is made with the same.
 _MODEL_OPTIONS = (
     "revision",
+    "code_revision",
+    "hf_config_path",
+    "config_format",
+    "hf_token",
+    "download_dir",
     "tokenizer",
+    "tokenizer_mode",
+    "tokenizer_revision",
     "trust_remote_code",
     "dtype",
     "hf_overrides",
@@ -35,19 +49,41 @@ _MODEL_OPTIONS = (
 )
 
 
+def model_path(name: str) -> str:
+    """What vLLM is to load: the word ``embedded`` means the embedded model (``vllm_tangram.embedded``).
+
+    Raises:
+        TangramError: there is no such folder, or the embedded model cannot be made.
+
+    """
+    if name.startswith(("/", "./", "../")) and not Path(name).exists():
+        raise TangramError(f"there is no model folder {name}")
+    return str(embedded_model()) if name == EMBEDDED else name
+
+
 def model_identity(model: str, vllm_options: dict[str, Any]) -> dict[str, Any]:
     """Fingerprint of a model that is not loaded yet."""
-    options = {name: vllm_options[name] for name in _MODEL_OPTIONS if vllm_options.get(name) is not None}
-    return fingerprint_of(EngineArgs(model=model, **options).create_model_config())
+    return fingerprint_of(_model_config(model, vllm_options))
 
 
-def resolve_profile(config: TangramConfig, model: str, vllm_options: dict[str, Any]) -> TangramConfig:
+def _model_config(model: str, vllm_options: dict[str, Any]) -> ModelConfig:
+    return EngineArgs(model=model, **_model_options(vllm_options)).create_model_config()
+
+
+def _model_options(vllm_options: dict[str, Any]) -> dict[str, Any]:
+    return {name: vllm_options[name] for name in _MODEL_OPTIONS if vllm_options.get(name) is not None}
+
+
+def resolve_profile(
+    config: TangramConfig, model: str, vllm_options: dict[str, Any], identity: dict[str, Any] | None = None
+) -> TangramConfig:
     """Options with the profile's path filled in, the profile checked against the model.
 
     Args:
         config: our options.
         model: path or name of the model.
         vllm_options: vLLM's options.
+        identity: ``model_identity``, where it is known already.
 
     Raises:
         TangramError: the profile does not belong to this model and scorer, or cannot be made or cached.
@@ -55,7 +91,7 @@ def resolve_profile(config: TangramConfig, model: str, vllm_options: dict[str, A
     """
     if config.profile is None and (config.budgets == "uniform" or config.retention == 1):
         return config
-    identity = model_identity(model, vllm_options)
+    identity = identity or model_identity(model, vllm_options)
     if config.profile is not None:
         path = Path(config.profile)
         RetentionProfile.load(path).check(model=identity, scorer=config.scorer)
@@ -86,6 +122,7 @@ def _cached(config: TangramConfig, identity: dict[str, Any], model: str, vllm_op
     folder = paths.writable_cache_dir() / "profiles"
     path = folder / f"{Path(model).name}-{digest}.{config.scorer}.{__version__}.safetensors"
     if not path.exists():
+        folder.mkdir(exist_ok=True)
         logger.warning(
             "Tangram: no retention profile of %s for scorer %s yet; making one now from %d pilot samples. "
             "It is kept in %s.",
@@ -119,27 +156,29 @@ def make_profile(
         max_tokens: tokens of a sample that are used.
 
     """
+    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     from vllm_tangram.engine.llm import LLM
     from vllm_tangram.engine.profiling import profile_model
 
-    options = {name: vllm_options[name] for name in _MODEL_OPTIONS if vllm_options.get(name) is not None}
+    served = _model_config(model, vllm_options)
+    longest = min(max_tokens + 2, served.max_model_len)
     ours = config.model_dump(include={"scorer", "sinks", "window", "chunk_size"})
     llm = LLM(
         model,
         retention=1.0,
         page_group_size=1,
         max_num_seqs=1,
-        max_model_len=max_tokens + 2,
-        kv_cache_memory_bytes=vllm_options.get("kv_cache_memory_bytes") or 1 << 30,
+        max_model_len=longest,
+        kv_cache_memory_bytes=_full_kv_bytes(served, longest, config.chunk_size),
         enforce_eager=True,
         **ours,
-        **options,
+        **_model_options(vllm_options),
     )
     try:
         columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns) as progress:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("profiling", total=len(texts))
             return profile_model(
                 llm,
@@ -150,3 +189,11 @@ def make_profile(
             )
     finally:
         llm.llm_engine.engine_core.shutdown()
+
+
+def _full_kv_bytes(model: ModelConfig, num_tokens: int, chunk_size: int) -> int:
+    """KV memory of one prompt at retention 1 and of a chunk's scratch pages, each rounded up to blocks."""
+    num_layers, num_kv_heads = model.get_num_layers(ParallelConfig()), model.get_total_num_kv_heads()
+    rounding = 4 * DEFAULT_BLOCK_SIZE
+    heads_by_tokens = num_layers * num_kv_heads * (num_tokens + rounding) + num_kv_heads * (chunk_size + rounding)
+    return heads_by_tokens * 2 * model.get_head_size() * model.dtype.itemsize

@@ -21,7 +21,7 @@ from vllm_tangram.errors import TangramError
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
-logger = init_logger(__name__)
+logger = init_logger("vllm.tangram")
 
 
 class _HeadGroupScheduling(Scheduler):

@@ -16,5 +16,11 @@ if TYPE_CHECKING:
 
 else:
     import numba
+    from llvmlite.binding.ffi import lib
 
     jit = numba.njit(cache=True, nogil=True)
+
+    # vLLM's CPU worker asks every object of every module for ``__dict__["kernel"]`` before it starts. llvmlite's
+    # library wrapper answers any attribute, ``__dict__`` too, with a C function, and the engine's start fails. An entry
+    # in its function table makes that answer an empty dictionary.
+    lib._fntab.setdefault("__dict__", {})

@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_tangram.compression import get_scorer
 from vllm_tangram.engine.admission import retention_of
-from vllm_tangram.engine.compat import check_layers, tolerate_llvmlite
+from vllm_tangram.engine.compat import check_layers
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
 from vllm_tangram.engine.setup import plan_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
     from vllm_tangram.budget import RetentionPlan
     from vllm_tangram.engine.profiling import ScoreObserver
-
-
-tolerate_llvmlite()  # the page tables have loaded numba
 
 
 class TangramCPUModelRunner(CPUModelRunner):

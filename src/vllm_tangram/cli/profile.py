@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tangram profile``: measure what each head of a model keeps."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from vllm_tangram.cli.rendering import console, percent, print_json, table
+from vllm_tangram.config import TangramConfig
+from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm_tangram.budget import RetentionProfile
+
+_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="Path or name of a model, or the word `embedded`.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.", show_default=False)],
+    scorer: Annotated[str, typer.Option(help="What tells important tokens from others.")] = _DEFAULTS["scorer"],
+    samples: Annotated[
+        Path | None,
+        typer.Option(
+            help='Pilot texts, one JSON object a line with "text", "prompt" or "messages"; without it built-in ones.',
+            metavar="FILE.jsonl",
+        ),
+    ] = None,
+    num_samples: Annotated[int, typer.Option(help="Samples to run, at most.", min=1)] = 50,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of a sample that are used.", min=1)] = 2048,
+    sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
+    window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
+    chunk_size: Annotated[int, typer.Option(help="Prompt tokens that are compressed at once.")] = _DEFAULTS[
+        "chunk_size"
+    ],
+    dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run pilot texts through a model and write what each of its heads keeps: a retention profile."""
+    config = TangramConfig.parse({"scorer": scorer, "sinks": sinks, "window": window, "chunk_size": chunk_size})
+    if max_tokens < 2 * (sinks + window):
+        raise TangramError(
+            f"--max-tokens {max_tokens} leaves nothing to choose from: give at least twice --sinks + --window = "
+            f"{2 * (sinks + window)}"
+        )
+    _check_writable(output)
+    texts, source = _texts(samples, num_samples)
+
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
+    from vllm_tangram.engine.options import vllm_refusals
+    from vllm_tangram.engine.resolve import make_profile, model_path
+
+    with vllm_refusals(f"{model}: "):
+        made = make_profile(config, model_path(model), {"dtype": dtype}, texts, source, max_tokens=max_tokens)
+    made.save(output)
+    report = _report(output, made)
+    if json:
+        print_json(report)
+    else:
+        _print(report, model)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse now what would fail only after minutes of work."""
+    if path.is_dir():
+        raise TangramError(f"--output {path} is a folder: give the name of a file")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise TangramError(f"--output {path} cannot be written: {error.strerror}") from error
+
+
+def _texts(samples: Path | None, most: int) -> tuple[list[str], str]:
+    """Pilot texts, and what the profile says about where they come from."""
+    from vllm_tangram.pilot import load_samples, pilot_texts
+
+    if samples is None:
+        return pilot_texts(most), "built-in pilot texts"
+    return load_samples(samples)[:most], samples.name
+
+
+def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:
+    spread = profile.mean.reshape(len(profile.retentions), -1)
+    return {
+        "file": str(path),
+        "scorer": profile.scorer,
+        "samples": profile.num_samples,
+        "layers": profile.num_layers,
+        "kv_heads": profile.num_kv_heads,
+        "info": profile.info,
+        "kept": [
+            {
+                "retention": float(level),
+                "min": float(row.min()),
+                "max": float(row.max()),
+                "rank_correlation": float(rank),
+            }
+            for level, row, rank in zip(profile.retentions, spread, profile.rank_stability(), strict=True)
+        ],
+    }
+
+
+def _print(report: dict[str, Any], model: str) -> None:
+    out = console()
+    rows = [
+        (*(percent(row[name]) for name in ("retention", "min", "max")), _correlation(row["rank_correlation"]))
+        for row in report["kept"]
+    ]
+    title = (
+        f"{report['layers']} layers of {report['kv_heads']} KV heads, {report['samples']} samples, {report['scorer']}"
+    )
+    out.print(table(title, ("retention", "least of a head", "most of a head", "rank correlation"), rows))
+    path = escape(report["file"])
+    out.print(f"\nWrote {path}. See it with `tangram inspect {path}`,")
+    out.print(f"serve with `tangram serve {escape(model)} --profile {path} --scorer {report['scorer']}`.")
+
+
+def _correlation(value: float) -> str:
+    return f"{value:.2f}" if math.isfinite(value) else "-"

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tangram serve``: vLLM's OpenAI server, with our options beside vLLM's."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from vllm_tangram.config import Budgets, Grouping, Margin, TangramConfig
+
+_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
+
+# For typer: what we do not know goes to vLLM, in its order.
+COMMAND: dict[str, Any] = {
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+    "options_metavar": "MODEL [OPTIONS] [VLLM OPTIONS]",
+    "epilog": "MODEL is a path, a name, or the word `embedded`. Any option of `vllm serve` may be given too, "
+    "in any order: see `vllm serve --help=all`.",
+}
+
+
+def serve(
+    ctx: typer.Context,
+    retention: Annotated[float, typer.Option(help="Share of full KV that a long prompt may hold.")] = _DEFAULTS[
+        "retention"
+    ],
+    retention_floor: Annotated[
+        float, typer.Option(help="Smallest retention that a request may ask for itself.")
+    ] = _DEFAULTS["retention_floor"],
+    scorer: Annotated[str, typer.Option(help="What tells important tokens from others.")] = _DEFAULTS["scorer"],
+    profile: Annotated[
+        str | None,
+        typer.Option(help="Retention profile of the model; without it one is made once and cached.", metavar="FILE"),
+    ] = _DEFAULTS["profile"],
+    budgets: Annotated[
+        Budgets, typer.Option(help="What each head may keep: by the profile, or all the same.")
+    ] = _DEFAULTS["budgets"],
+    page_group_size: Annotated[int, typer.Option(help="KV heads per page.")] = _DEFAULTS["page_group_size"],
+    grouping: Annotated[Grouping, typer.Option(help="Which heads may share pages.")] = _DEFAULTS["grouping"],
+    alpha: Annotated[float, typer.Option(help="Standard deviations on top of a head's mean budget.")] = _DEFAULTS[
+        "alpha"
+    ],
+    margin: Annotated[Margin, typer.Option(help="Whether that counts towards the retention.")] = _DEFAULTS["margin"],
+    chunk_size: Annotated[int, typer.Option(help="Prompt tokens that are compressed at once.")] = _DEFAULTS[
+        "chunk_size"
+    ],
+    sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
+    window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
+) -> None:
+    """Serve a model over vLLM's OpenAI API with compressed KV cache.
+
+    A request may ask for its own retention: {"vllm_xargs": {"retention": 0.5}}.
+    """
+    config = TangramConfig.parse(ctx.params)
+
+    from vllm_tangram.engine.serve import serve as serve_until_stopped
+
+    serve_until_stopped(config, ctx.args)

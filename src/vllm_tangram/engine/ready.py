@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that can be wrong with an engine's options, found before any process starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.compat import check_supported, check_vllm
+from vllm_tangram.engine.options import engine_options, vllm_refusals
+from vllm_tangram.engine.resolve import resolve_profile
+from vllm_tangram.engine.setup import OPTIONS_KEY, fingerprint_of, layout_of, plan_of, staging_pages
+from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.tangram")
+
+
+def ready_options(
+    config: TangramConfig, model: str, given: dict[str, Any], build: Callable[[dict[str, Any]], VllmConfig]
+) -> dict[str, Any]:
+    """vLLM's engine options, completed for head-group pages and checked as far as it goes without weights.
+
+    A retention profile is made here if there is none yet.
+
+    Args:
+        config: our options.
+        model: path or name of the model.
+        given: vLLM's options as the user gave them.
+        build: makes vLLM's configuration of completed options.
+
+    Raises:
+        TangramError: something is wrong with the options, the model or the profile; no process was started.
+
+    """
+    check_vllm()
+    with vllm_refusals(f"{model}: "), _muted():  # vLLM builds and tells this again when it starts: milliseconds
+        vllm_config = build(engine_options(config, given))
+    check_supported(vllm_config)
+    # With equal budgets a plan needs no profile, so what is wrong with it is known before minutes go into making one.
+    vllm_config.additional_config = {
+        OPTIONS_KEY: config.model_copy(update={"budgets": "uniform", "profile": None}).model_dump()
+    }
+    plan_of(vllm_config)
+    config = resolve_profile(config, model, given, fingerprint_of(vllm_config.model_config))
+    options = engine_options(config, given)
+    vllm_config.additional_config = options["additional_config"]
+    check_pool(vllm_config)
+    if config.profile is not None:
+        logger.info("Tangram: retention profile %s", config.profile)
+    return options
+
+
+def check_pool(vllm_config: VllmConfig) -> None:
+    """Refuse a pool of known size that holds no prompt of the maximum length.
+
+    Raises:
+        TangramError: tells how much is needed; or the plan cannot be made from these options.
+
+    """
+    plan, layout = plan_of(vllm_config), layout_of(vllm_config)
+    length = vllm_config.model_config.max_model_len
+    if vllm_config.model_config.original_max_model_len == -1:  # vLLM is to find the length that fits
+        return
+    given = vllm_config.cache_config.kv_cache_memory_bytes
+    pages = plan.schedule(plan.config.retention).num_pages(length, length) + 1  # vLLM keeps one for itself
+    needed = (pages + staging_pages(vllm_config)) * layout.page_bytes
+    if given is not None and given < needed:
+        raise TangramError(
+            f"--kv-cache-memory-bytes {given} is too small: a prompt of --max-model-len {length} at retention "
+            f"{plan.config.retention:g} and the scratch pages of a step need {needed} bytes; give more, or lower "
+            "--max-model-len, --retention, --chunk-size or --max-num-seqs"
+        )
+
+
+@contextmanager
+def _muted() -> Iterator[None]:
+    level = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(level)

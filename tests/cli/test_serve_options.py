@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tangram serve``: whose option is whose, and what is refused before any process starts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from vllm_tangram import RetentionProfile, TangramConfig, TangramError
+from vllm_tangram.cli.app import app
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+}
+MODEL = "MODEL"  # stands for the folder of `model`
+UNIFORM = TangramConfig(budgets="uniform")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without weights: enough for everything that is checked before a process starts."""
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    return str(folder)
+
+
+def test_every_option_of_ours_is_there() -> None:
+    command = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    names = {option: parameter for parameter in command.params for option in parameter.opts}
+    for name, field in TangramConfig.model_fields.items():
+        parameter = names["--" + name.replace("_", "-")]
+        assert parameter.default == field.default
+        assert parameter.help
+
+
+def test_no_option_of_ours_is_one_of_vllm() -> None:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    vllms = {action.dest for action in make_arg_parser(FlexibleArgumentParser())._actions}
+    assert "max_num_seqs" in vllms
+    assert not vllms & set(TangramConfig.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("line", "rest"),
+    [
+        ("m --retention 0.5 --chunk-size 512 --port 8001", "m --port 8001"),
+        ("--retention=0.5 --port=8001 m -tp 1 --chunk-size=512 -O3", "--port=8001 m -tp 1 -O3"),
+        ("--port 8001 --chunk-size 512 m -cc.mode=0 --retention 0.5 --no-enable-log-requests", None),
+        ("--served-model-name a b --retention 0.5 --chunk-size 512 --seed -1 --model m", None),
+    ],
+)
+def test_options_may_be_mixed_in_any_order(monkeypatch: pytest.MonkeyPatch, line: str, rest: str | None) -> None:
+    calls: list[tuple[TangramConfig, list[str]]] = []
+    monkeypatch.setattr("vllm_tangram.engine.serve.serve", lambda config, arguments: calls.append((config, arguments)))
+    result = CliRunner().invoke(app, ["serve", *line.split()])
+    assert result.exit_code == 0, result.output
+    ((config, arguments),) = calls
+    assert config == TangramConfig(retention=0.5, chunk_size=512)
+    ours = {"--retention", "--chunk-size", "0.5", "512", "--retention=0.5", "--chunk-size=512"}
+    assert arguments == (rest.split() if rest else [word for word in line.split() if word not in ours])
+
+
+def test_a_wrong_value_of_ours_is_one_line() -> None:
+    result = CliRunner().invoke(app, ["serve", "m", "--retention", "1.5", "--scorer", "tarot"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: --retention: ")
+    assert "--scorer: unknown scorer 'tarot'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_help_lists_ours_and_names_those_of_vllm() -> None:
+    result = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "--page-group-size" in result.stdout
+    assert "vllm serve --help=all" in result.stdout
+
+
+def prepare(config: TangramConfig, arguments: list[str], model: str) -> Any:
+    from vllm_tangram.engine.serve import prepare
+
+    return prepare(config, [model if argument == MODEL else argument for argument in arguments])
+
+
+def test_vllm_options_are_completed_and_otherwise_untouched(model: str) -> None:
+    args = prepare(UNIFORM, ["--port", "8001", MODEL, "--max-num-seqs", "4", "--additional_config", '{"a": 1}'], model)
+    assert (args.model, args.model_tag, args.port, args.max_num_seqs) == (model, model, 8001, 4)
+    assert args.max_num_batched_tokens == 2048 + 4
+    assert args.worker_cls.startswith("vllm_tangram.")
+    assert args.scheduler_cls.startswith("vllm_tangram.")
+    assert args.additional_config == {"a": 1, "tangram": UNIFORM.model_dump()}
+    assert args.generation_config == "auto"
+    assert args.enforce_eager is False
+    assert args.served_model_name is None
+    assert not logging.root.manager.disable
+
+
+def test_the_embedded_model_has_a_name(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr("vllm_tangram.engine.resolve.embedded_model", lambda: Path(model))
+    args = prepare(UNIFORM, ["embedded"], model)
+    assert (args.model, args.served_model_name) == (model, ["SmolLM2-135M-Instruct"])
+    assert prepare(UNIFORM, ["embedded", "--served-model-name", "x"], model).served_model_name == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no model given: tangram serve MODEL"),
+        (["/no/such/model"], "there is no model folder /no/such/model"),
+        ([MODEL, "--enable-prefix-caching"], "--enable-prefix-caching is not supported"),
+        ([MODEL, "--worker-cls", "mine.Worker"], "--worker-cls is set by vllm-tangram"),
+        ([MODEL, "--kv-cache-dtype", "fp8"], "not supported by vllm-tangram: --kv-cache-dtype: quantised"),
+        ([MODEL, "--block-size", "16"], "--block-size must be a multiple of 32"),
+        ([MODEL, "--max-num-batched-tokens", "2048"], "--max-num-batched-tokens 2048 leaves no room"),
+        (
+            [MODEL, "--kv-cache-memory-bytes", "100000"],
+            "-bytes 100000 is too small: .* need [0-9]+ bytes",
+        ),
+        ([MODEL, "--max-model-len", "5000"], "/model.*: User-specified max_model_len .5000. is greater"),
+        ([MODEL, "--chat-template", "/no/such.jinja"], "chat template"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(model: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(TangramError, match=message) as error:
+        prepare(UNIFORM, arguments, model)
+    assert "\n" not in str(error.value)
+
+
+def test_a_stated_pool_need_is_enough(model: str) -> None:
+    with pytest.raises(TangramError) as error:
+        prepare(UNIFORM, [MODEL, "--kv-cache-memory-bytes", "1"], model)
+    needed = int(str(error.value).split(" bytes;")[0].split()[-1])
+    prepare(UNIFORM, [MODEL, "--kv-cache-memory-bytes", str(needed)], model)
+    with pytest.raises(TangramError):
+        prepare(UNIFORM, [MODEL, "--kv-cache-memory-bytes", str(needed - 1)], model)
+
+
+def test_a_profile_is_made_once_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str) -> None:
+    from vllm_tangram.engine.resolve import model_identity
+
+    made = []
+
+    def make_profile(config: TangramConfig, name: str, *_: object) -> RetentionProfile:
+        made.append(name)
+        return RetentionProfile(
+            retentions=np.array([0.25, 0.5]),
+            kept=np.sort(np.random.default_rng(0).uniform(size=(3, 2, 4, 2)).astype(np.float32), axis=1),
+            scorer=config.scorer,
+            model=model_identity(name, {}),
+            sinks=config.sinks,
+            window=config.window,
+            chunk_size=config.chunk_size,
+            info={},
+        )
+
+    monkeypatch.setattr("vllm_tangram.engine.resolve.make_profile", make_profile)
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(TangramError, match="--page-group-size must be from 1 to 8"):
+        prepare(TangramConfig(page_group_size=9), [MODEL], model)
+    assert not made, "a profile was made for options that cannot be served"
+    paths = [prepare(TangramConfig(), [MODEL], model).additional_config["tangram"]["profile"] for _ in range(2)]
+    assert made == [model]
+    assert paths[0] == paths[1]
+    assert Path(paths[0]).is_relative_to(tmp_path / "cache")
+    assert RetentionProfile.load(paths[0]).num_layers == 4
+
+
+def test_a_profile_that_is_not_there(model: str) -> None:
+    with pytest.raises(TangramError, match=r"--profile: there is no file /no/profile"):
+        prepare(TangramConfig(profile="/no/profile"), [MODEL], model)
+
+
+def test_options_of_nobody_are_left_to_vllm(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        prepare(UNIFORM, [MODEL, "--bogus", "1"], model)
+    assert stop.value.code == 2
+    assert "unrecognized arguments: --bogus 1" in capsys.readouterr().err
+
+
+def test_front_ends_that_check_no_requests_are_refused(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
+    monkeypatch.setattr("vllm_tangram.engine.serve.request_check_installed", lambda: False)
+    with pytest.raises(TangramError, match="tangram doctor"):
+        prepare(UNIFORM, [MODEL], model)
+
+
+@pytest.mark.engine
+def test_a_port_in_use_leaves_nothing_running(model: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "vllm_tangram.cli", "serve", model, "--budgets", "uniform"]
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", port, "--enforce-eager"],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            _, stderr = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 2
+    assert stderr.splitlines()[-1].startswith(f"error: cannot listen on 127.0.0.1, port {port}: ")
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Driving an in-process engine step by step, and the invariants that must hold after each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm import SamplingParams
+
+
+@dataclass
+class Answer:
+    """What one request produced."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+
+
+@dataclass
+class Engine:
+    """An in-process vLLM engine (stock or ours)."""
+
+    llm: Any
+    answers: dict[str, Answer] = field(default_factory=dict)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def runner(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def free_pages(self) -> int:
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @property
+    def total_pages(self) -> int:
+        return int(self.scheduler.kv_cache_config.num_blocks) - 1
+
+    def add(
+        self, name: str, ids: Sequence[int], max_tokens: int, *, retention: float | None = None, **params: Any
+    ) -> None:
+        """Queue a greedy request of exactly ``max_tokens`` tokens."""
+        extra = {} if retention is None else {"extra_args": {"retention": retention}}
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=1, **extra, **params)
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(ids)}, sampling)
+
+    def step(self) -> None:
+        """One engine step; finished answers are collected."""
+        for output in self.llm.llm_engine.step():
+            if output.finished:
+                completion = output.outputs[0]
+                self.answers[output.request_id] = Answer(
+                    list(completion.token_ids),
+                    [max(entry.logprob for entry in step.values()) for step in completion.logprobs],
+                    completion.finish_reason,
+                )
+
+    def run(
+        self,
+        before_step: Callable[[int], None] = lambda step: None,
+        *,
+        more_to_come: Callable[[], bool] = lambda: False,
+        max_steps: int = 5000,
+    ) -> dict[str, Answer]:
+        """Step until nothing is left and nothing is to come.
+
+        Raises:
+            AssertionError: ``max_steps`` did not suffice (a livelock).
+
+        """
+        self.answers = {}
+        for step in range(max_steps):
+            before_step(step)
+            if self.llm.llm_engine.has_unfinished_requests():
+                self.step()
+            elif not more_to_come():
+                return self.answers
+        raise AssertionError(f"not done after {max_steps} steps")
+
+    def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int, **params: Any) -> list[Answer]:
+        """Run prompts together."""
+        for number, ids in enumerate(prompts):
+            self.add(str(number), ids, max_tokens, **params)
+        answers = self.run()
+        return [answers[str(number)] for number in range(len(prompts))]
+
+
+def external_id(request_id: str) -> str:
+    """The id that a test gave; vLLM appends a random suffix."""
+    return request_id.rsplit("-", 1)[0]
+
+
+class PageAuditor:
+    """Checks after every step that pages are exactly what the design says.
+
+    Holds per request the page list of the step before: pages are only ever appended, unless the request was preempted.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.before: dict[str, tuple[int, list[int]]] = {}
+        self.checked = 0
+
+    def check(self) -> None:
+        """Compare scheduler, pool and worker with the formula of docs/design.md."""
+        scheduler, runner = self.engine.scheduler, self.engine.runner
+        manager = scheduler.pages
+        held: dict[str, list[int]] = {
+            request_id: [block.block_id for block in blocks]
+            for request_id, blocks in manager.req_to_blocks.items()
+            if blocks
+        }
+        plan = scheduler.plan
+        for request_id, ids in held.items():
+            request = scheduler.requests[request_id]
+            t, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
+            extra = request.sampling_params.extra_args or {}
+            kept = plan.schedule(extra.get("retention", plan.config.retention)).kept
+            whole = min(t, prompt_len) // plan.block_size
+            expected = int(kept[whole].sum()) + plan.num_groups * (-(-t // plan.block_size) - whole)
+            assert len(ids) == expected, f"{request_id} after {t} of {prompt_len}: {len(ids)} pages, not {expected}"
+            preemptions, previous = self.before.get(request_id, (request.num_preemptions, []))
+            if preemptions == request.num_preemptions:
+                assert ids[: len(previous)] == previous, f"{request_id} lost or exchanged pages while it ran"
+            self.checked += 1
+        self.before = {
+            request_id: (scheduler.requests[request_id].num_preemptions, ids) for request_id, ids in held.items()
+        }
+        everything = [page for ids in held.values() for page in ids]
+        assert len(set(everything)) == len(everything), "a page has two holders"
+        assert self.engine.free_pages == self.engine.total_pages - len(everything)
+        assert manager.pages_reclaimed == 0
+        assert set(manager.budgets) == set(scheduler.requests)
+        runner.page_table.check_integrity()

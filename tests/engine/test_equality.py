@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention 1 is stock vLLM, token for token, whatever the page group size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.engine.drive import Answer, Engine
+
+pytestmark = pytest.mark.engine
+
+LENGTHS = (1, 2, 31, 33, 700, 1024, 2500, 6000)
+CHUNK = 1024
+NEW_TOKENS = 12
+OPTIONS = {"max_model_len": 6144, "kv_cache_memory_bytes": 700 << 20, "max_num_seqs": 8}
+
+
+@pytest.fixture(scope="module")
+def prompts(token_ids: list[int]) -> list[list[int]]:
+    return [token_ids[1000 * number : 1000 * number + length] for number, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def stock(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> list[Answer]:
+    engine = make_engine(stock=True, max_num_batched_tokens=CHUNK + 8, **OPTIONS)
+    return [engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts]
+
+
+def assert_equal(ours: list[Answer], stock: list[Answer]) -> None:
+    for length, mine, theirs in zip(LENGTHS, ours, stock, strict=True):
+        assert mine.tokens == theirs.tokens, f"prompt of {length} tokens"
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4), f"prompt of {length} tokens"
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 9])
+def test_batched(
+    group_size: int, make_engine: Callable[..., Engine], prompts: list[list[int]], stock: list[Answer]
+) -> None:
+    engine = make_engine(retention=1.0, page_group_size=group_size, chunk_size=CHUNK, **OPTIONS)
+    assert_equal(engine.ask(prompts, NEW_TOKENS), stock)
+
+
+def test_alone(make_engine: Callable[..., Engine], prompts: list[list[int]], stock: list[Answer]) -> None:
+    engine = make_engine(retention=1.0, page_group_size=4, chunk_size=CHUNK, **OPTIONS)
+    assert_equal([engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts], stock)
+
+
+def test_groups_mix_layers(make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str]) -> None:
+    """What the other tests rely on: with a profile, pages are shared by heads of different layers."""
+    engine = make_engine(
+        retention=0.25,
+        profile=skewed_profile("snapkv"),
+        page_group_size=4,
+        chunk_size=128,
+        window=16,
+        max_model_len=1024,
+        kv_cache_memory_bytes=300 << 20,
+        max_num_seqs=16,
+    )
+    groups = engine.scheduler.plan.groups
+    assert all(len({layer for layer, _ in groups.members(group)}) > 1 for group in range(5))
+
+
+def test_cross_layer_groups_at_retention_one(
+    make_engine: Callable[..., Engine],
+    skewed_profile: Callable[[str], str],
+    prompts: list[list[int]],
+    stock: list[Answer],
+) -> None:
+    engine = make_engine(
+        retention=1.0, page_group_size=4, profile=skewed_profile("snapkv"), chunk_size=CHUNK, **OPTIONS
+    )
+    groups = engine.scheduler.plan.groups
+    assert any(len({layer for layer, _ in groups.members(group)}) > 2 for group in range(groups.num_groups))
+    assert_equal(engine.ask(prompts, NEW_TOKENS), stock)

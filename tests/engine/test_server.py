@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One real `tangram serve`, seen by its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from vllm_tangram.cli.app import app
+
+pytestmark = pytest.mark.engine
+
+MODEL = "SmolLM2-135M-Instruct"
+START_SECONDS = 240
+LONG = " ".join(f"Entry {i}: the harbour of port {7 * i} has {i % 13} cranes." for i in range(120))  # 2 k tokens
+TOO_LONG = "word " * 3000  # fits at 0.25, not at 1
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its address and clients."""
+
+    url: str
+    http: httpx.Client
+    client: openai.OpenAI
+
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum over the series of a metric; there must be one."""
+        series = re.findall(rf"^{name}\{{.*{label}.*\}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        assert series, name
+        return sum(map(float, series))
+
+    def pages(self, state: str) -> float:
+        return self.metric("tangram:pages", f'state="{state}"')
+
+    def chat(self, text: str, *, max_tokens: int = 4, **options: Any) -> Any:
+        return self.client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=max_tokens, temperature=0, **options
+        )
+
+    def wait_until_idle(self) -> None:
+        """Until no page is held; metrics are renewed by engine steps alone, so small requests make some."""
+        deadline = time.monotonic() + 30
+        while self.chat("hi") and self.pages("in_use"):
+            assert time.monotonic() < deadline, "pages are still held"
+            time.sleep(0.2)
+
+
+def retention(value: object) -> dict[str, Any]:
+    return {"extra_body": {"vllm_xargs": {"retention": value}}}
+
+
+@pytest.fixture(scope="module")
+def server(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ours = "--retention 0.25 --budgets=uniform --chunk-size 512"
+    vllms = f"--port {port} --host=127.0.0.1 --kv-cache-memory-bytes 60000000 --max-model-len=4096 --max-num-seqs 8"
+    more = f"--served-model-name {MODEL} --enforce-eager"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the other tests' engines run in one process, this one not
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "vllm_tangram.cli", "serve"),
+                *(*ours.split(), str(embedded), *vllms.split(), *more.split()),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        with httpx.Client(base_url=url, timeout=60) as http:
+            _wait_for(process, http, log)
+            assert "Tangram: retention 0.25" in log.read_text(), "the server does not say what fits"
+            yield Server(url, http, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60))
+        assert process.poll() is None, f"the server died: {log.read_text()[-3000:]}"
+        process.terminate()
+        process.wait(timeout=60)
+        _wait_until_gone(process.pid)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for(process: subprocess.Popen[bytes], http: httpx.Client, log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"the server did not start: {log.read_text()[-3000:]}"
+        try:
+            if http.get("/health").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    pytest.fail(f"the server did not start in {START_SECONDS} s: {log.read_text()[-3000:]}")
+
+
+def _wait_until_gone(group: int) -> None:
+    """No process outlives the server for long."""
+    deadline = time.monotonic() + 20
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.2)
+        pytest.fail("processes of the server are still running")
+
+
+def test_chat_completion(server: Server) -> None:
+    assert [model.id for model in server.client.models.list().data] == [MODEL]
+    answer = server.chat("Who are you?", max_tokens=8)
+    assert answer.choices[0].message.content
+    assert answer.usage.completion_tokens == 8
+
+
+def test_streaming_gives_the_same_text(server: Server) -> None:
+    whole = server.chat(LONG, max_tokens=12).choices[0].message.content
+    chunks = [chunk for chunk in server.chat(LONG, max_tokens=12, stream=True) if chunk.choices]
+    assert len(chunks) > 3
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most"), [(None, 0.24, 0.35), (0.1, 0.15, 0.24), (0.7, 0.65, 0.8), (1, 1, 1.03)]
+)
+def test_retention_of_a_request(server: Server, asked: float | None, least: float, most: float) -> None:
+    server.wait_until_idle()
+    with server.chat(LONG, max_tokens=64, stream=True, **(retention(asked) if asked else {})) as stream:
+        next(chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
+        kept = server.metric("tangram:kv_retained_fraction")
+    assert least <= kept <= most
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [(2, r"in \[0.05, 1\] on this server, got 2"), (0.01, "--retention-floor"), ("abc", "a number .* got 'abc'")],
+)
+def test_a_bad_retention_is_the_clients_mistake(server: Server, asked: object, message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"retention must be .*{message}"):
+        server.chat("hi", **retention(asked))
+    with pytest.raises(openai.APIError, match=f"retention must be .*{message}"):
+        list(server.chat("hi", stream=True, **retention(asked)))
+    assert server.chat("hi").choices
+
+
+def test_a_prompt_that_never_fits(server: Server) -> None:
+    server.wait_until_idle()
+    pool = int(server.pages("free"))
+    with pytest.raises(
+        openai.BadRequestError, match=rf"needs \d+ pages at retention 1, but the KV pool has {pool}:"
+    ) as error:
+        server.chat(TOO_LONG, **retention(1))
+    need = int(re.search(r"needs (\d+) pages", str(error.value))[1])  # type: ignore[index]
+    assert need > pool
+    assert server.chat(TOO_LONG).choices
+
+
+def test_metrics(server: Server) -> None:
+    server.wait_until_idle()
+    idle = server.pages("free")
+    assert server.pages("in_use") == 0
+    assert server.pages("staging") > 0
+    assert server.metric("tangram:page_bytes") * (idle + 1 + server.pages("staging")) <= 60_000_000
+    assert server.metric("tangram:waiting_pages") == 0
+    assert server.metric("tangram:preemptions_total") == 0
+    assert server.metric("tangram:pages_reclaimed_total") == 0
+
+
+def test_an_aborted_request_frees_its_pages(server: Server) -> None:
+    server.wait_until_idle()
+    idle = server.pages("free")
+    with server.chat(LONG, max_tokens=1500, stream=True) as stream:
+        for _, _ in zip(range(5), stream, strict=False):
+            pass
+        held = server.pages("in_use")
+        assert held > 0
+        assert server.pages("free") < idle
+    server.wait_until_idle()
+    assert server.pages("free") == idle
+
+
+def test_chat_command(server: Server, tmp_path: Path) -> None:
+    document = tmp_path / "harbours.txt"
+    document.write_text(LONG)
+    lines = [
+        "How many cranes has port 7?",
+        "/retention 0.01",
+        "This is refused.",
+        "/retention 0.5",
+        "/nonsense",
+        "And port 14?",
+        "/reset",
+        "Hello again.",
+        "/quit",
+        "Never asked.",
+    ]
+    options = ["--url", f"{server.url}/v1", "--max-tokens", "24", "--temperature", "0", "--file", str(document)]
+    result = CliRunner().invoke(app, ["chat", *options], input="\n".join(lines))
+    assert result.exit_code == 0, result.output
+    errors = result.stderr.splitlines()
+    assert errors[0].startswith("error: retention must be in [0.05, 1] on this server, got 0.01")
+    assert errors[1].startswith("error: /nonsense is no command")
+    assert len(errors) == 2
+    figures = re.findall(
+        r"^(\d+) prompt tokens, \d+ generated; .* at full KV, ([\d.]+) %$", result.stdout, re.MULTILINE
+    )
+    prompts = [int(tokens) for tokens, _ in figures]
+    assert len(prompts) == 3
+    assert prompts[0] < prompts[1] < prompts[0] + 100  # the second asks with the first turn before it
+    assert prompts[2] == pytest.approx(prompts[0], abs=20)  # /reset: the document alone
+    assert float(figures[0][1]) < 40 < float(figures[1][1])
