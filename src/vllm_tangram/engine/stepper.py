@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine inside this process, driven one step at a time: how benchmarks look at stock vLLM and at ours alike."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine.core_client import InprocClient
+
+from vllm_tangram.engine.llm import LLM
+from vllm_tangram.engine.resolve import model_path
+from vllm_tangram.engine.scheduler import TangramScheduler
+from vllm_tangram.engine.setup import config_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one engine step did.
+
+    Attributes:
+        seconds: wall time.
+        generated: tokens generated so far, by each request that got one in this step.
+        finished: answers of the requests that ended with this step.
+        held_bytes: KV bytes of each request that holds any after this step, in no particular order.
+        kept_fraction: pages held over full KV, all those requests together; 1 for stock, None when none holds any.
+
+    """
+
+    seconds: float
+    generated: dict[str, int]
+    finished: dict[str, str]
+    held_bytes: tuple[int, ...]
+    kept_fraction: float | None
+
+
+class EngineStepper:
+    """Stock vLLM, or ours, in this process. Not for serving: vLLM's own front ends are.
+
+    Attributes:
+        tokenizer: of the model.
+        kv_cache_bytes: memory given to the KV cache, scratch pages included.
+        num_threads: OpenMP threads of the model.
+        profile: path of the retention profile, None without one.
+
+    """
+
+    def __init__(self, model: str, *, ours: bool, kv_tokens: int, options: dict[str, Any]) -> None:
+        """Start the engine.
+
+        Args:
+            model: path or name, or ``embedded``.
+            ours: whether pages are head groups (``vllm_tangram.LLM``) or stock (``vllm.LLM``).
+            kv_tokens: KV memory, as the number of tokens whose full KV fills it: the same bytes for both engines.
+            options: further options of that class.
+
+        """
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        model = model_path(model)
+        self.kv_cache_bytes = kv_tokens * _full_kv_bytes_per_token(model)
+        engine = (LLM if ours else vllm.LLM)(model, kv_cache_memory_bytes=self.kv_cache_bytes, **options).llm_engine
+        client = engine.engine_core
+        assert isinstance(client, InprocClient)
+        self._engine = engine
+        self._scheduler = client.engine_core.scheduler
+        (self._pages,) = self._scheduler.kv_cache_manager.coordinator.single_type_managers
+        pool = self._scheduler.kv_cache_config
+        self._block_bytes = sum(tensor.size for tensor in pool.kv_cache_tensors) // pool.num_blocks
+        self.tokenizer: Any = engine.get_tokenizer()
+        self.num_threads = torch.get_num_threads()
+        self.profile = config_of(engine.vllm_config).profile if ours else None
+
+    @property
+    def pages_reclaimed(self) -> int:
+        """Pages that became unnecessary while their request ran; stock vLLM does not compress, so it has none."""
+        return self._pages.pages_reclaimed if isinstance(self._scheduler, TangramScheduler) else 0
+
+    def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> None:
+        """Queue a greedy request.
+
+        Raises:
+            TangramError: it can never fit.
+
+        """
+        sampling = vllm.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
+        self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+
+    def step(self) -> Step:
+        """Run one step of all requests that fit."""
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - start
+        held = tuple(len(blocks) * self._block_bytes for blocks in self._pages.req_to_blocks.values() if blocks)
+        return Step(
+            seconds=seconds,
+            generated={output.request_id: len(output.outputs[0].token_ids) for output in outputs},
+            finished={output.request_id: output.outputs[0].text for output in outputs if output.finished},
+            held_bytes=held,
+            kept_fraction=self._kept_fraction(bool(held)),
+        )
+
+    def _kept_fraction(self, any_held: bool) -> float | None:
+        if isinstance(self._scheduler, TangramScheduler):
+            return self._scheduler.page_stats().kept_fraction
+        return 1.0 if any_held else None
+
+
+def _full_kv_bytes_per_token(model: str) -> int:
+    config = EngineArgs(model=model).create_model_config()
+    return int(
+        config.get_total_num_kv_heads() * config.get_total_num_hidden_layers() * 2 * config.get_head_size()
+    ) * int(config.dtype.itemsize)
