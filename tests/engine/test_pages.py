@@ -156,3 +156,16 @@ def test_stats_are_those_of_the_pool(
     assert 0.2 < stats["kv_retained_fraction"] < 0.45
     engine.run()
     assert engine.llm.tangram_stats()["pages_in_use"] == 0
+
+
+def test_no_kernel_is_compiled_while_serving(
+    make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str], token_ids: list[int]
+) -> None:
+    """The engine's start compiled every variant that serving calls."""
+    from vllm_tangram.pages import kernels
+
+    names = ("ingest_pages", "group_lengths", "member_blocks", "member_slots", "decode_slots")
+    engine = ours(make_engine, skewed_profile("snapkv"))
+    compiled = {name: list(getattr(kernels, name).signatures) for name in names}
+    engine.ask([token_ids[:300], token_ids[:20]], 3)
+    assert {name: list(getattr(kernels, name).signatures) for name in names} == compiled

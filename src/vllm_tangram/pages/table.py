@@ -213,3 +213,15 @@ class PageTable:
                     if page in holder:
                         raise AssertionError(f"page {page} belongs to {holder[page]} and to {(slot, group)}")
                     holder[page] = (slot, group)
+
+
+def compile_kernels() -> None:
+    """Compile the kernels, or load them from disk, now rather than in a server's first request."""
+    table = PageTable(1, 1, 1, block_size=32, group_size=1)
+    slots, member = np.zeros(1, np.int32), np.zeros(1, np.int32)
+    table.open(0, 1, np.zeros((1, 1), np.int32))
+    table.ingest_all(slots, member, np.zeros((1, 1), np.int32), np.ones(1, np.int32))
+    table.lengths(slots, np.ones(1, np.int64), np.zeros((1, 1), np.int32))
+    table.member_blocks(slots, member, member, np.ones(1, np.int32), np.zeros((1, 1), np.int32))
+    table.member_slots(0, member, member, np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(1, np.int64))
+    table.decode_slots(slots, member, member, np.ones((1, 1), np.int32), np.zeros(1, np.int64))

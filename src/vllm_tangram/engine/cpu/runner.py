@@ -20,7 +20,7 @@ from vllm_tangram.engine.compat import check_layers
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
 from vllm_tangram.engine.setup import plan_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
-from vllm_tangram.pages.table import PageTable
+from vllm_tangram.pages.table import PageTable, compile_kernels
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -112,6 +112,7 @@ class TangramCPUModelRunner(CPUModelRunner):
             group_size=group_size,
         )
         self._free_slots = list(range(self.max_num_reqs))
+        compile_kernels()
         return kv_caches
 
     def _update_states(self, scheduler_output: SchedulerOutput) -> Any:
