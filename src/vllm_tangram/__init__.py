@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vllm_tangram.engine.llm import LLM
 
 __version__ = "0.1.0"
+SUPPORTED_VLLM = "0.32"
 
 __all__ = ["LLM", "RetentionProfile", "TangramConfig", "TangramError", "__version__"]
 

@@ -13,6 +13,8 @@ Grouping = Literal["global", "layer", "neighbours"]
 Margin = Literal["inside", "on_top"]
 Budgets = Literal["profile", "uniform"]
 
+DEFAULT_BLOCK_SIZE = 32  # the smallest that the CPU's kernels take: eviction goes by blocks
+
 
 class TangramConfig(BaseModel):
     """Options of one engine; travels to every process in vLLM's ``additional_config["tangram"]``.

@@ -182,8 +182,8 @@ def test_metrics(server: Server) -> None:
     assert server.pages("staging") > 0
     assert server.metric("tangram:page_bytes") * (idle + 1 + server.pages("staging")) <= 60_000_000
     assert server.metric("tangram:waiting_pages") == 0
-    assert server.metric("tangram:preemptions_total") == 0
-    assert server.metric("tangram:pages_reclaimed_total") == 0
+    assert server.metric("tangram:preemptions") == 0
+    assert server.metric("tangram:pages_reclaimed") == 0
 
 
 def test_an_aborted_request_frees_its_pages(server: Server) -> None:

@@ -121,7 +121,7 @@ def _plot(path: Path, size: Size, ours: Measured) -> None:
     from vllm_tangram.budget import RetentionPlan, RetentionProfile
     from vllm_tangram.cli.plots import plot_profile
     from vllm_tangram.cli.summary import head_budgets
-    from vllm_tangram.config import TangramConfig
+    from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
     from vllm_tangram.demo.scenario import RETENTION
     from vllm_tangram.embedded import MODEL_NAME
 
@@ -132,7 +132,7 @@ def _plot(path: Path, size: Size, ours: Measured) -> None:
         profile,
         num_layers=profile.num_layers,
         num_kv_heads=profile.num_kv_heads,
-        block_size=32,
+        block_size=DEFAULT_BLOCK_SIZE,
         max_tokens=4 * size.prompt_tokens,
     )
     plot_profile(

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from vllm_tangram import __version__
+from vllm_tangram import SUPPORTED_VLLM, __version__
 from vllm_tangram.errors import TangramError
 from vllm_tangram.paths import cache_dir, writable_cache_dir
 
-SUPPORTED_VLLM = "0.32"
 PLUGIN = "tangram"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.stat_logger_plugins")
 

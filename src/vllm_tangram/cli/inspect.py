@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vllm_tangram.cli.rendering import console, human_bytes, human_tokens, percent, print_json, table
-from vllm_tangram.config import Grouping, Margin, TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, Grouping, Margin, TangramConfig
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def inspect(
     margin: Annotated[Margin, typer.Option(help="Whether the margin counts towards the retention.")] = _DEFAULTS[
         "margin"
     ],
-    block_size: Annotated[int, typer.Option(help="Tokens per page.", min=1)] = 32,
+    block_size: Annotated[int, typer.Option(help="Tokens per page.", min=1)] = DEFAULT_BLOCK_SIZE,
     plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG).", show_default=False)] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

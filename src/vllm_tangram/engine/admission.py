@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_tangram.engine.setup import OPTIONS_KEY, config_of, plan_of
+from vllm_tangram.engine.setup import OPTIONS_KEY, plan_of
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
+    from vllm import SamplingParams
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreRequest
 
@@ -25,19 +25,21 @@ logger = init_logger("vllm.tangram")  # vLLM shows only what is logged below its
 
 RETENTION_KEY = "retention"  # in vllm_xargs (OpenAI API) and SamplingParams.extra_args
 
+_MARK = "_checks_tangram_requests"
+
 
 class RequestRefused(TangramError, VLLMClientError):
     """A request that can never run; a ``VLLMClientError`` is what vLLM's server answers with HTTP 400."""
 
 
-def retention_of(config: TangramConfig, extra_args: Mapping[str, Any] | None) -> float:
+def retention_of(config: TangramConfig, params: SamplingParams | None) -> float:
     """Retention of one request: its own, or the server's.
 
     Raises:
         TangramError: not a number in [retention_floor, 1].
 
     """
-    value = (extra_args or {}).get(RETENTION_KEY)
+    value = ((params and params.extra_args) or {}).get(RETENTION_KEY)
     return config.retention if value is None else config.request_retention(value)
 
 
@@ -53,8 +55,7 @@ def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
             "streaming input is not supported by vllm-tangram: the whole prompt must be known at arrival"
         )
     plan = plan_of(vllm_config)
-    params = request.sampling_params
-    retention = retention_of(plan.config, params.extra_args if params else None)
+    retention = retention_of(plan.config, request.sampling_params)
     num_pages = vllm_config.cache_config.num_gpu_blocks or 0  # unknown to a front end that has no engine yet
     pool = num_pages - 1
     prompt_len = len(request.prompt_token_ids or ())
@@ -73,9 +74,9 @@ def install_request_check() -> None:
     vLLM has no per-request hook that sees the tokenised prompt, so one method is wrapped, in memory; stock engines in
     the same process pass through.
     """
-    original = InputProcessor.process_inputs
     if request_check_installed():
         return
+    original = InputProcessor.process_inputs
 
     @functools.wraps(original)
     def process_inputs(self: InputProcessor, *args: Any, **kwargs: Any) -> EngineCoreRequest:
@@ -87,12 +88,13 @@ def install_request_check() -> None:
                 raise RequestRefused(str(error)) from None
         return request
 
+    setattr(process_inputs, _MARK, True)
     InputProcessor.process_inputs = process_inputs
 
 
 def request_check_installed() -> bool:
     """Whether ``install_request_check`` has run in this process; vLLM runs it when it loads the plugin."""
-    return hasattr(InputProcessor.process_inputs, "__wrapped__")
+    return hasattr(InputProcessor.process_inputs, _MARK)
 
 
 def log_capacity(vllm_config: VllmConfig, plan: RetentionPlan, num_pages: int, page_bytes: int) -> None:
@@ -101,10 +103,9 @@ def log_capacity(vllm_config: VllmConfig, plan: RetentionPlan, num_pages: int, p
     need = plan.schedule(plan.config.retention).num_pages(length, length)
     full = plan.full_pages(length)
     logger.info(
-        "Tangram: retention %g, scorer %s, %d head groups of %d; pool of %d pages (%.2f GiB) holds "
-        "%.1f prompts of %d tokens "
-        "(%d pages each, %.1f%% of full KV, which would hold %.1f).",
-        config_of(vllm_config).retention,
+        "Tangram: retention %g, scorer %s, %d head groups of %d; pool of %d pages (%.2f GiB) holds %.1f prompts of "
+        "%d tokens (%d pages each, %.1f%% of full KV, which would hold %.1f).",
+        plan.config.retention,
         plan.config.scorer,
         plan.num_groups,
         plan.groups.size,

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
 
+from vllm_tangram import SUPPORTED_VLLM
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SUPPORTED_VLLM = "0.32"
-
-# (module, attribute path, parameters that must exist): the hooks that we override or wrap.
+# (module, attribute path, parameters that must exist): what we override, wrap or call that is not public.
 _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("request",)),
     (
@@ -51,6 +50,14 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "GPUModelRunner.initialize_kv_cache_tensors",
         ("kv_cache_config", "kernel_block_sizes"),
     ),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_metadata_builders", ("kv_cache_config",)),
+    ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner.load_model", ("load_dummy_weights",)),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.determine_available_memory", ()),
+    ("vllm._custom_ops", "cpu_attention_with_kv_cache", ("query", "key_cache", "block_table", "scheduler_metadata")),
+    ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "seq_lens", "query_start_loc", "isa")),
+    ("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "key_cache", "slot_mapping", "isa")),
+    ("vllm.v1.metrics.stats", "SchedulerStats", ("num_kv_fetch_reqs_by_stage",)),
     ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("request_id", "prompt", "params")),
 )
 
@@ -88,6 +95,11 @@ _REFUSALS: tuple[Refusal, ...] = (
         "sliding-window models",
         "the window already bounds what a layer keeps",
         lambda config: config.model_config.get_sliding_window() is not None,
+    ),
+    Refusal(
+        "multimodal models",
+        "vLLM cuts a chunk before an image that does not fit its encoder's budget, and chunks must be whole",
+        _is_set("model_config.supports_multimodal_inputs", False),
     ),
     Refusal("hybrid and Mamba models", "state layers have no KV heads", _is_set("model_config.is_hybrid", False)),
     Refusal(
@@ -177,8 +189,7 @@ _REFUSALS: tuple[Refusal, ...] = (
     Refusal("pooling models", "only generation needs a KV cache", lambda c: c.model_config.runner_type != "generate"),
 )
 
-# : What is refused and why, for people (``tangram doctor``). The last three can only be seen in a loaded model or a
-# request.
+#: What is refused and why, for people (``tangram doctor``). The last three show only in a loaded model or a request.
 REFUSED: tuple[tuple[str, str], ...] = (
     *((refusal.option, refusal.reason) for refusal in _REFUSALS),
     ("attention sinks, ALiBi and logit soft-capping", "the ragged attention path does not apply them"),
@@ -238,9 +249,8 @@ def check_supported(config: VllmConfig) -> None:
     budget = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
     if budget < chunk_size + scheduler.max_num_seqs:
         raise TangramError(
-            f"--max-num-batched-tokens {budget} leaves no room for a whole chunk beside the running "
-            "requests: it must be at "
-            f"least --chunk-size + --max-num-seqs = {chunk_size} + {scheduler.max_num_seqs} = "
+            f"--max-num-batched-tokens {budget} leaves no room for a whole chunk beside the running requests: it must "
+            f"be at least --chunk-size + --max-num-seqs = {chunk_size} + {scheduler.max_num_seqs} = "
             f"{chunk_size + scheduler.max_num_seqs}"
         )
 
@@ -264,8 +274,7 @@ def check_layers(layers: Iterable[tuple[str, Any]], num_kv_heads: int) -> None:
             ("logits_soft_cap", 0, "logit soft-capping"),
             ("sliding_window", -1, "a sliding window"),
         ):
-            value = getattr(impl, attribute, unset)
-            if value is not None and value is not unset and value != unset:
+            if getattr(impl, attribute, unset) not in (None, unset):
                 raise TangramError(f"not supported by vllm-tangram: layer {name} uses {what}")
         if layer.num_kv_heads != num_kv_heads:
             raise TangramError(

@@ -38,13 +38,13 @@ class HeadGroupManager(SingleTypeKVCacheManager):
 
     The scheduler announces every request (``announce``) before its first allocation and withdraws it when it ends;
     a preempted request stays announced. Invariant: an announced request holds ``pages(t)`` pages after a step that
-    brought
-    it to ``t`` tokens, and ``committed`` counts what admitted prompts will still need.
+    brought it to ``t`` tokens, and ``committed_pages`` counts what admitted requests were promised and do not hold yet.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budgets: dict[str, RequestBudget] = {}
+        self._promised: dict[str, int] = {}  # pages that the last admission of a request was for
         self.pages_reclaimed = 0  # pages that became unnecessary while their request ran: the design keeps this at 0
 
     def announce(self, request_id: str, budget: RequestBudget) -> None:
@@ -54,11 +54,12 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def withdraw(self, request_id: str) -> None:
         """Forget a finished or aborted request."""
         self.budgets.pop(request_id, None)
+        self._promised.pop(request_id, None)
 
     def committed_pages(self) -> int:
-        """Pages that prompts now being prefilled will still take, over what they hold."""
+        """Pages that admitted requests will still take for what they were admitted with: prompt and replayed tokens."""
         return sum(
-            max(self.budgets[request_id].pages(self.budgets[request_id].prompt_len) - len(blocks), 0)
+            max(self._promised[request_id] - len(blocks), 0)
             for request_id, blocks in self.req_to_blocks.items()
             if blocks
         )
@@ -76,11 +77,13 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     ) -> int:
         """Pages to add for ``num_tokens`` tokens; for an admission also those promised to prompts still in prefill."""
         held = len(self.req_to_blocks.get(request_id, ()))
-        need = self.budgets[request_id].pages(num_tokens) - held
+        pages = self.budgets[request_id].pages(num_tokens)
+        need = pages - held
         if need < 0:
             self.pages_reclaimed -= need
         if apply_admission_cap:  # vLLM's full-sequence gate: admit only what fits beside all that was admitted before
             need += self.committed_pages()
+            self._promised[request_id] = pages  # counts from the first page on that the request gets
         return max(need, 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:

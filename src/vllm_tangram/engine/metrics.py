@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Gauge
+from prometheus_client import Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
+
+from vllm_tangram.engine.setup import OPTIONS_KEY, staging_pages
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -82,8 +84,19 @@ class _Gauges:
         self.waiting = Gauge(
             "tangram:waiting_pages", "Page need of waiting requests.", labels, multiprocess_mode="mostrecent"
         )
-        self.preemptions = Counter("tangram:preemptions", "Requests preempted for lack of pages.", labels)
-        self.reclaimed = Counter("tangram:pages_reclaimed", "Pages returned before their request ended.", labels)
+        # Totals, but as gauges: with several API servers each sees some of the steps, and increments would be lost.
+        self.preemptions = Gauge(
+            "tangram:preemptions",
+            "Requests preempted for lack of pages since start.",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
+        self.reclaimed = Gauge(
+            "tangram:pages_reclaimed",
+            "Pages returned before their request ended since start; the design keeps it 0.",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
 
     @classmethod
     def get(cls) -> _Gauges:
@@ -96,14 +109,10 @@ class TangramStatLogger(StatLoggerBase):
     """vLLM loads it in every front end (entry point ``vllm.stat_logger_plugins``); idle unless the engine is ours."""
 
     def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
-        from vllm_tangram.engine.setup import OPTIONS_KEY, staging_pages
-
         self.last: PageStats | None = None
         self.enabled = OPTIONS_KEY in (vllm_config.additional_config or {})
         if self.enabled:
-            self.labels = (vllm_config.model_config.served_model_name or vllm_config.model_config.model, engine_index)
-            if not isinstance(self.labels[0], str):
-                self.labels = (self.labels[0][0], engine_index)
+            self.labels = (vllm_config.model_config.served_model_name, engine_index)
             self.staging = staging_pages(vllm_config)
             self.gauges = _Gauges.get()
 
@@ -117,15 +126,15 @@ class TangramStatLogger(StatLoggerBase):
         stats = PageStats.detach(scheduler_stats) if scheduler_stats is not None else None
         if stats is None or not self.enabled:
             return
-        previous, self.last = self.last, stats
+        self.last = stats
         gauges, labels = self.gauges, self.labels
         for state, value in (("in_use", stats.pages_in_use), ("free", stats.pages_free), ("staging", self.staging)):
             gauges.pages.labels(*labels, state).set(value)
         gauges.page_bytes.labels(*labels).set(stats.page_bytes)
         gauges.kept.labels(*labels).set(stats.kept_fraction or 0.0)
         gauges.waiting.labels(*labels).set(stats.pages_waiting)
-        gauges.preemptions.labels(*labels).inc(stats.preemptions - (previous.preemptions if previous else 0))
-        gauges.reclaimed.labels(*labels).inc(stats.pages_reclaimed - (previous.pages_reclaimed if previous else 0))
+        gauges.preemptions.labels(*labels).set(stats.preemptions)
+        gauges.reclaimed.labels(*labels).set(stats.pages_reclaimed)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say beyond the scheduler's own line."""

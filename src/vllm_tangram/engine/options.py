@@ -12,11 +12,10 @@ from pydantic import ValidationError
 from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.engine.setup import OPTIONS_KEY
 from vllm_tangram.errors import TangramError
 
-DEFAULT_BLOCK_SIZE = 32  # the smallest that the CPU's kernels take: eviction goes by blocks
 _DEFAULT_MAX_NUM_SEQS = 128
 _WORKER = "vllm_tangram.engine.cpu.worker.TangramCPUWorker"
 _SCHEDULER = "vllm_tangram.engine.scheduler.TangramScheduler"
@@ -43,8 +42,7 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
 
     Raises:
         TangramError: an option that we must set ourselves was given, the block size does not fit the CPU's kernels or
-        the
-            chunk, or there is no CPU to serve on.
+            the chunk, or there is no CPU to serve on.
 
     """
     if not current_platform.is_cpu():
@@ -55,8 +53,8 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
             raise TangramError(f"--{name.replace('_', '-')} is set by vllm-tangram and cannot be given")
     if given.get("enable_prefix_caching"):
         raise TangramError(
-            "--enable-prefix-caching is not supported by vllm-tangram: compressed pages hold no whole "
-            "blocks of tokens to hash"
+            "--enable-prefix-caching is not supported by vllm-tangram: compressed pages hold no whole blocks of tokens "
+            "to hash"
         )
     block_size = given.setdefault("block_size", DEFAULT_BLOCK_SIZE)
     if block_size % 32:

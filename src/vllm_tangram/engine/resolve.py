@@ -14,9 +14,8 @@ from vllm.logger import init_logger
 
 from vllm_tangram import __version__, paths, pilot
 from vllm_tangram.budget import RetentionProfile
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.embedded import embedded_model
-from vllm_tangram.engine.options import DEFAULT_BLOCK_SIZE
 from vllm_tangram.engine.setup import fingerprint_of
 from vllm_tangram.errors import TangramError
 

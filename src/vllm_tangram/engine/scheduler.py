@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's schedulers with whole compression chunks, exact admission and our figures; ``schedule()`` itself is stock."""
+"""vLLM's scheduler with whole compression chunks, exact admission and our figures; ``schedule()`` itself is stock."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -21,11 +20,13 @@ from vllm_tangram.errors import TangramError
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
+    from vllm_tangram.budget import EvictionSchedule
+
 logger = init_logger("vllm.tangram")
 
 
-class _HeadGroupScheduling(Scheduler):
-    """What both of vLLM's schedulers need; never instantiated itself."""
+class TangramScheduler(Scheduler):
+    """Announces page needs to the manager, ends prefill at whole chunks, and counts pages for the metrics."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -56,8 +57,7 @@ class _HeadGroupScheduling(Scheduler):
             self.pages.announce(request.request_id, budget)
             longest = budget.schedule.max_tokens_within(request.num_prompt_tokens, self._usable_pages())
             # The front end refuses prompts that never fit, and the last token needs no page. Without this bound the
-            # last
-            # running request would preempt itself for ever.
+            # last running request would preempt itself for ever.
             fitting = max(longest - request.num_prompt_tokens + 1, 1)
             if request.max_tokens > fitting:
                 logger.info(
@@ -69,9 +69,8 @@ class _HeadGroupScheduling(Scheduler):
                 request.max_tokens = fitting
         super().add_request(request)
 
-    def _schedule_of(self, request: Request) -> Any:
-        params = request.sampling_params
-        return self.plan.schedule(admission.retention_of(self.plan.config, params.extra_args if params else None))
+    def _schedule_of(self, request: Request) -> EvictionSchedule:
+        return self.plan.schedule(admission.retention_of(self.plan.config, request.sampling_params))
 
     def _usable_pages(self) -> int:
         return int(self.kv_cache_config.num_blocks) - 1  # vLLM keeps block 0 as its null block
@@ -101,11 +100,10 @@ class _HeadGroupScheduling(Scheduler):
         """The pool and the running requests as of now."""
         held = kept = full = 0
         for request_id, blocks in self.pages.req_to_blocks.items():
-            request = self.requests.get(request_id)
-            if request is None or not blocks:
+            if not blocks:
                 continue
             held += len(blocks)
-            tokens = max(request.num_computed_tokens, 1)
+            tokens = self.requests[request_id].num_computed_tokens
             kept += self.pages.budgets[request_id].pages(tokens)
             full += self.plan.full_pages(tokens)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -127,11 +125,3 @@ class _HeadGroupScheduling(Scheduler):
         if stats is not None:
             self.page_stats().attach(stats)
         return stats
-
-
-class TangramScheduler(_HeadGroupScheduling):
-    """For synchronous scheduling (the CPU)."""
-
-
-class TangramAsyncScheduler(_HeadGroupScheduling, AsyncScheduler):
-    """For asynchronous scheduling (CUDA)."""

@@ -13,6 +13,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_tangram.engine.setup import plan_of
+from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +34,22 @@ class HeadGroupSpec(FullAttentionSpec):
 
     @classmethod
     def of(cls, spec: FullAttentionSpec, vllm_config: VllmConfig) -> Self:
-        """The head-group form of a layer's own spec."""
+        """The head-group form of a layer's own spec.
+
+        Raises:
+            TangramError: the layer's attention is not plain: it would be computed as if it were.
+
+        """
+        plain = FullAttentionSpec(
+            block_size=spec.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            dcp_sharded=spec.dcp_sharded,
+            max_tp_shards=spec.max_tp_shards,
+        )
+        if spec != plain:
+            raise TangramError(f"not supported by vllm-tangram: attention layers of the kind {spec}")
         plan = plan_of(vllm_config)
         return cls(
             block_size=spec.block_size,
@@ -47,7 +63,8 @@ class HeadGroupSpec(FullAttentionSpec):
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
         """All layers share one cache, so their specs must be equal (the base class would drop our fields)."""
-        assert all(spec == specs[0] for spec in specs[1:])
+        if any(spec != specs[0] for spec in specs):
+            raise TangramError(f"not supported by vllm-tangram: attention layers that differ: {specs}")
         return replace(specs[0])
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:

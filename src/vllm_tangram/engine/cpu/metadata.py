@@ -11,8 +11,6 @@ import numpy.typing as npt
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
-from vllm_tangram.engine.setup import config_of
-
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -94,7 +92,6 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         self.block_size: int = kv_cache_spec.block_size
         self.num_groups: int = kv_cache_spec.num_groups
         self.num_kv_heads: int = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)
-        self.config = config_of(vllm_config)
         self.runner: TangramCPUModelRunner | None = None
 
     def bind(self, runner: TangramCPUModelRunner) -> None:

@@ -119,13 +119,13 @@ class TangramCPUModelRunner(CPUModelRunner):
         """Keep a page-table slot for exactly the requests of the batch.
 
         A request that comes back (it waited for its next chunk, or was preempted) brings its whole page list again,
-        so a
-        table can always be rebuilt.
+        so a table can always be rebuilt.
         """
         result = super()._update_states(scheduler_output)
         present = self.input_batch.req_ids
-        resumed = scheduler_output.scheduled_cached_reqs.resumed_req_ids
-        for request_id in (self._slot_of.keys() - set(present)) | (self._slot_of.keys() & resumed):
+        # An id may end and come again in one step; then, too, its pages are other ones.
+        renewed = scheduler_output.scheduled_cached_reqs.resumed_req_ids | scheduler_output.finished_req_ids
+        for request_id in (self._slot_of.keys() - set(present)) | (self._slot_of.keys() & renewed):
             slot = self._slot_of.pop(request_id)
             self.page_table.close(slot)
             self._free_slots.append(slot)
@@ -133,8 +133,7 @@ class TangramCPUModelRunner(CPUModelRunner):
             if request_id not in self._slot_of:
                 self._slot_of[request_id] = slot = self._free_slots.pop()
                 request = self.requests[request_id]
-                params = request.sampling_params
-                retention = retention_of(self.plan.config, params.extra_args if params else None)
+                retention = retention_of(self.plan.config, request.sampling_params)
                 self.page_table.open(slot, request.num_prompt_tokens, self.plan.schedule(retention).kept)
         return result
 

@@ -33,9 +33,8 @@ class TangramCPUWorker(CPUWorker):
         available = int(super().determine_available_memory())
         if available <= staging:
             raise TangramError(
-                f"--kv-cache-memory-bytes gives {available} bytes, of which the scratch pages of one "
-                "compression chunk take "
-                f"{staging}: raise it, or lower --chunk-size, --max-num-batched-tokens or --max-num-seqs"
+                f"--kv-cache-memory-bytes gives {available} bytes, but the scratch pages of a step take {staging}: "
+                "raise it, or lower --chunk-size, --max-num-batched-tokens or --max-num-seqs"
             )
         return available - staging
 
