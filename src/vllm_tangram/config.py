@@ -22,7 +22,8 @@ class TangramConfig(BaseModel):
     Attributes:
         retention: fraction of full KV that a long prompt may hold, in (0, 1].
         retention_floor: smallest retention that a single request may ask for, in (0, retention].
-        scorer: name of the importance scorer (``vllm_tangram.compression.scorers``).
+        scorer: name of the importance scorer (``vllm_tangram.compression.scorers``); the default is the one that keeps
+            most answers when the question comes after the text was compressed (docs/quality.md).
         profile: path of the retention profile; None only with ``budgets="uniform"`` or ``retention=1``.
         budgets: "profile" gives every head what the profile says, "uniform" gives all the same (for comparison).
         page_group_size: members (KV heads of any layer) per page, G.
@@ -39,7 +40,7 @@ class TangramConfig(BaseModel):
 
     retention: float = Field(0.25, gt=0, le=1)
     retention_floor: float = Field(0.05, gt=0, le=1)
-    scorer: str = "snapkv"
+    scorer: str = "keydiff"
     profile: str | None = None
     budgets: Budgets = "profile"
     page_group_size: int = Field(4, ge=1)

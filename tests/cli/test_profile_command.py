@@ -66,7 +66,7 @@ def test_the_summary_says_what_is_next(tmp_path: Path, calls: list[dict[str, Any
     assert calls[0]["source"] == "built-in pilot texts"
     assert len(calls[0]["texts"]) == 2
     assert f"tangram inspect {output}" in result.stdout
-    assert f"tangram serve some/model --profile {output} --scorer snapkv" in result.stdout
+    assert f"tangram serve some/model --profile {output} --scorer keydiff" in result.stdout
 
 
 @pytest.mark.parametrize(

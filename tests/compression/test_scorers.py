@@ -30,7 +30,8 @@ def streaming(query: Tensor, key: Tensor, context: ChunkContext) -> Tensor:
 
 
 def knorm(query: Tensor, key: Tensor, context: ChunkContext) -> Tensor:
-    return torch.tensor([[-math.hypot(*key[t, h].tolist()) for t in range(len(key))] for h in range(key.shape[1])])
+    norms = torch.tensor([[math.hypot(*key[t, h].tolist()) for t in range(len(key))] for h in range(key.shape[1])])
+    return -norms / (norms.sum(1, keepdim=True) / len(key))
 
 
 def keydiff(query: Tensor, key: Tensor, context: ChunkContext) -> Tensor:

@@ -50,6 +50,7 @@ def test_groups_mix_layers(make_engine: Callable[..., Engine], skewed_profile: C
     """What the other tests rely on: with a profile, pages are shared by heads of different layers."""
     engine = make_engine(
         retention=0.25,
+        scorer="snapkv",
         profile=skewed_profile("snapkv"),
         page_group_size=4,
         chunk_size=128,
@@ -69,7 +70,7 @@ def test_cross_layer_groups_at_retention_one(
     stock: list[Answer],
 ) -> None:
     engine = make_engine(
-        retention=1.0, page_group_size=4, profile=skewed_profile("snapkv"), chunk_size=CHUNK, **OPTIONS
+        retention=1.0, page_group_size=4, scorer="snapkv", profile=skewed_profile("snapkv"), chunk_size=CHUNK, **OPTIONS
     )
     groups = engine.scheduler.plan.groups
     assert any(len({layer for layer, _ in groups.members(group)}) > 2 for group in range(groups.num_groups))

@@ -13,6 +13,7 @@ from tests.engine.drive import Engine, PageAuditor
 pytestmark = pytest.mark.engine
 
 SMALL: dict[str, Any] = {
+    "scorer": "snapkv",
     "page_group_size": 4,
     "chunk_size": 128,
     "window": 16,

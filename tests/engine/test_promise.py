@@ -113,6 +113,7 @@ def test_bad_request_retention(
 ) -> None:
     engine = make_engine(
         retention=0.25,
+        scorer="snapkv",
         profile=skewed_profile("snapkv"),
         page_group_size=4,
         chunk_size=128,

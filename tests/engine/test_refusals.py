@@ -161,7 +161,7 @@ def test_another_checkpoint_of_the_same_shape(
     weights = bytearray((embedded / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    refused(folder, "weights", profile=skewed_profile("snapkv"), budgets="profile")
+    refused(folder, "weights", scorer="snapkv", profile=skewed_profile("snapkv"), budgets="profile")
 
 
 def test_a_cache_that_cannot_be_written(embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

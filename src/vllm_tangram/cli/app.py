@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_tangram import __version__
-from vllm_tangram.cli import doctor, inspect
+from vllm_tangram.cli import bench, chat, demo, doctor, evaluate, inspect, profile, serve
 from vllm_tangram.cli.rendering import print_error
 from vllm_tangram.errors import TangramError
 
@@ -51,8 +51,14 @@ def _options(
 
 
 # Commands import vLLM, torch and matplotlib inside their functions, so that `tangram --help` is immediate.
+app.command("serve", **serve.COMMAND)(serve.serve)
+app.command("profile")(profile.profile)
+app.command("chat")(chat.chat)
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
+app.add_typer(bench.app, name="bench")
+app.command("demo")(demo.demo)
+app.command("eval")(evaluate.evaluate)
 
 
 def main() -> None:

@@ -190,7 +190,7 @@ def _plot(path: Path, profile: RetentionProfile, plan: RetentionPlan, longest: i
     from vllm_tangram.cli.plots import plot_profile
     from vllm_tangram.cli.summary import head_budgets
 
-    model = (profile.model.get("architectures") or ["unknown model"])[0]
+    model = profile.info.get("model_name") or (profile.model.get("architectures") or ["unknown model"])[0]
     plot_profile(
         path,
         title=f"{model}, {profile.scorer}: retention {plan.config.retention:g}",

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The method computed the obvious way: full KV and, per KV head, a mask of the tokens that it retained.
+
+The engine's reference, and what quality is measured with. Hidden states are those of transformers; only attention is
+replaced, through transformers' own registry of attention functions.
+
+    [ what the head retained of earlier chunks | the chunk, causal ]       what a query of the chunk sees
+
+Reading a chunk is told apart from compressing it: a context of one chunk is read once for all scorers, retentions and
+budgets, and each of these costs no more than its question and answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
+
+from vllm_tangram.budget import EvictionSchedule, RetentionPlan, model_fingerprint
+from vllm_tangram.compression import ChunkContext, Scorer, select_tokens
+from vllm_tangram.errors import TangramError
+
+_ATTENTION = "tangram_dense"
+
+
+@dataclass(frozen=True, eq=False)
+class DenseState:
+    """Tokens that were read, and what each KV head retained of them.
+
+    Attributes:
+        keys: per layer ``[H, t, d]`` after RoPE, of all tokens.
+        values: per layer ``[H, t, d]``.
+        retained: ``[L, H, t]`` bool.
+        logits: ``[vocabulary]`` float32 of the next token; empty before the first.
+
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    retained: Tensor
+    logits: Tensor
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens read, t."""
+        return self.retained.shape[-1]
+
+    def kept_positions(self, layer: int, head: int) -> Tensor:
+        """[n] int64 positions that one KV head retained, ascending."""
+        return self.retained[layer, head].nonzero()[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseChunk:
+    """A chunk that was attended to and scored, but not compressed yet.
+
+    Attributes:
+        state: with all of the chunk's tokens retained.
+        start: position of the chunk's first token.
+        scores: scorer name -> ``[L, H, T]`` float32.
+
+    """
+
+    state: DenseState
+    start: int
+    scores: Mapping[str, Tensor]
+
+    def compress(self, scorer: str, plan: RetentionPlan, schedule: EvictionSchedule, prompt_len: int) -> DenseState:
+        """Keep what a schedule leaves to each head, the best by one of the scorers.
+
+        Args:
+            scorer: a name in ``scores``.
+            plan: tells which head is in which group, the sinks and the window.
+            schedule: tells how many tokens a group holds.
+            prompt_len: tokens of the whole prompt, P.
+
+        """
+        end, config = self.state.num_tokens, plan.config
+        count = end - self.start
+        kept = schedule.lengths(end, prompt_len) - schedule.lengths(self.start, prompt_len)
+        retained = self.state.retained.clone()
+        for layer, scores in enumerate(self.scores[scorer]):
+            keep = kept[plan.groups.group[layer]].tolist()
+            indices = select_tokens(
+                scores,
+                keep,
+                protect_head=max(0, min(config.sinks - self.start, count)),
+                protect_tail=min(config.window, count),
+            )
+            retained[layer, :, self.start :] = False
+            for head, own in enumerate(torch.split(indices, keep)):
+                retained[layer, head, self.start + own] = True
+        return DenseState(self.state.keys, self.state.values, retained, self.state.logits)
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One forward pass of a batch: row b continues ``past[b]``. All rows have the same tokens."""
+
+    past: Sequence[DenseState]
+    scorers: Sequence[Scorer] = ()
+    sinks: int = 0
+    window: int = 0
+    keys: list[Tensor] = field(default_factory=list)  # per layer [B, H, T, d]
+    values: list[Tensor] = field(default_factory=list)
+    scores: list[list[Tensor]] = field(default_factory=list)  # per layer and scorer [H, T], of the only row
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """[B, Hq, T, d] of queries, [B, H, T, d] of keys and values -> [B, T, Hq, d]."""
+        self.keys.append(key)
+        self.values.append(value)
+        if self.scorers:
+            context = ChunkContext(self.sinks, self.window, scale, self.past[0].num_tokens)
+            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+            self.scores.append([scorer.score(q, k, v, context) for scorer in self.scorers])
+        rows = zip(self.past, query, key, value, strict=True)
+        return torch.stack([_attend_row(state, layer, q, k, v, scale) for state, q, k, v in rows]).transpose(1, 2)
+
+
+def _attend_row(state: DenseState, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Each KV head's queries attend to what that head retained, then causally to the new tokens: [Hq, T, d]."""
+    num_heads, num_tokens, head_dim = key.shape
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=key.device).tril_()
+    attended = []
+    for head, own in enumerate(query.view(num_heads, -1, num_tokens, head_dim)):
+        k, v, visible = key[head], value[head], None
+        if state.num_tokens:
+            retained = state.retained[layer, head]
+            past = state.keys[layer][head][retained]
+            k, v = torch.cat([past, k]), torch.cat([state.values[layer][head][retained], v])
+            visible = torch.cat([causal.new_ones(num_tokens, len(past)), causal], dim=1)
+        shape = (1, len(own), -1, -1)
+        attended.append(
+            scaled_dot_product_attention(
+                own[None],
+                k.expand(shape),
+                v.expand(shape),
+                attn_mask=visible,
+                is_causal=visible is None,
+                scale=scale,
+            )[0]
+        )
+    return torch.cat(attended)
+
+
+def _attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float,
+    dense: _Pass,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    if sliding_window is not None:
+        raise TangramError("sliding-window attention has no reference here, as the engine does not serve it")
+    return dense.attend(module.layer_idx, query, key, value, scaling), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+class DenseModel:
+    """A causal language model of transformers whose KV heads forget as the engine's do; deterministic.
+
+    Attributes:
+        tokenizer: that of transformers.
+        fingerprint: ``model_fingerprint`` of the checkpoint.
+        num_layers: L.
+        num_kv_heads: H.
+
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, fingerprint: dict[str, Any]) -> None:
+        self._model = model.eval()
+        self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
+        self.num_layers = int(fingerprint["num_hidden_layers"])
+        self.num_kv_heads = int(fingerprint["num_key_value_heads"])
+
+    @classmethod
+    def load(
+        cls, path: str | Path, *, dtype: torch.dtype | Literal["auto"] = "auto", device: str = "cpu"
+    ) -> DenseModel:
+        """Read a checkpoint folder; "auto" computes in the type of its weights, as vLLM does.
+
+        Raises:
+            TangramError: it is none.
+
+        """
+        path = Path(path)
+        if not (path / "config.json").is_file():
+            raise TangramError(f"{path} is not a checkpoint folder: it has no config.json")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=_ATTENTION).to(device)
+        fingerprint = model_fingerprint(model.config.to_dict(), path)
+        return cls(model, AutoTokenizer.from_pretrained(path), fingerprint)
+
+    def empty(self) -> DenseState:
+        """No tokens read yet."""
+        nothing = torch.empty(0, device=self._model.device)
+        retained = nothing.bool().expand(self.num_layers, self.num_kv_heads, 0)
+        return DenseState((), (), retained, nothing)
+
+    def read(
+        self, ids: Sequence[int], scorers: Sequence[Scorer] = (), *, sinks: int, window: int, after: DenseState
+    ) -> DenseChunk:
+        """Attend to one chunk and score it.
+
+        Args:
+            ids: tokens of the chunk.
+            scorers: what to score it with.
+            sinks: first tokens of a prompt that are always kept.
+            window: last tokens of every chunk that are always kept.
+            after: earlier chunks, compressed.
+
+        """
+        step = _Pass([after], scorers, sinks, window)
+        logits = self._forward(step, ids, 1)[0, -1]
+        names = [scorer.name for scorer in scorers]
+        scores = {name: torch.stack([layer[i] for layer in step.scores]) for i, name in enumerate(names)}
+        return DenseChunk(_extended(after, step, len(ids), logits), after.num_tokens, scores)
+
+    def prefill(
+        self, ids: Sequence[int], scorer: Scorer, plan: RetentionPlan, schedule: EvictionSchedule
+    ) -> DenseState:
+        """Read a prompt chunk by chunk and compress each, as the engine does."""
+        config, state = plan.config, self.empty()
+        for start in range(0, len(ids), config.chunk_size):
+            chunk = ids[start : start + config.chunk_size]
+            read = self.read(chunk, [scorer], sinks=config.sinks, window=config.window, after=state)
+            state = read.compress(scorer.name, plan, schedule, len(ids))
+        return state
+
+    def score_answer(
+        self, states: Sequence[DenseState], question: Sequence[int], answer: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """How likely an answer is after a question; both retain all of their tokens.
+
+        Args:
+            states: what was read before, one a row of the result.
+            question: tokens, maybe none.
+            answer: tokens, at least one.
+
+        Returns:
+            ``[B, A]`` float32 log-probabilities of the answer's tokens, and ``[B, A]`` bool: is it the most likely
+            token? If all are, greedy decoding gives this answer.
+
+        """
+        ids = [*question, *answer[:-1]]
+        logits = self._forward(_Pass(states), ids, min(len(ids), len(answer))) if ids else None
+        if not question:
+            first = torch.stack([state.logits for state in states])[:, None]
+            logits = first if logits is None else torch.cat([first, logits], dim=1)
+        assert logits is not None
+        wanted = torch.tensor(answer, device=logits.device).expand(len(states), -1)
+        logprobs = logits.log_softmax(dim=-1).gather(-1, wanted[..., None])[..., 0]
+        return logprobs, logits.argmax(dim=-1) == wanted
+
+    def generate(self, state: DenseState, count: int) -> list[int]:
+        """The ``count`` next tokens by greedy decoding, end of text or not."""
+        ids: list[int] = []
+        while len(ids) < count:
+            ids.append(int(state.logits.argmax()))
+            step = _Pass([state])
+            state = _extended(state, step, 1, self._forward(step, ids[-1:], 1)[0, -1])
+        return ids
+
+    @torch.inference_mode()
+    def _forward(self, step: _Pass, ids: Sequence[int], last: int) -> Tensor:
+        """Logits [B, last, vocabulary] float32 after each of the last tokens."""
+        device, start = self._model.device, step.past[0].num_tokens
+        output = self._model(
+            input_ids=torch.tensor(ids, device=device).expand(len(step.past), -1),
+            position_ids=torch.arange(start, start + len(ids), device=device)[None],
+            use_cache=False,
+            logits_to_keep=last,
+            dense=step,
+        )
+        return output.logits.float()
+
+
+def _extended(state: DenseState, step: _Pass, count: int, logits: Tensor) -> DenseState:
+    """The state after the only row of a pass, its tokens retained."""
+
+    def appended(past: tuple[Tensor, ...], new: list[Tensor]) -> tuple[Tensor, ...]:
+        if not past:
+            return tuple(b[0] for b in new)
+        return tuple(torch.cat([a, b[0]], dim=1) for a, b in zip(past, new, strict=True))
+
+    retained = torch.cat([state.retained, state.retained.new_ones(*state.retained.shape[:2], count)], dim=-1)
+    return DenseState(appended(state.keys, step.keys), appended(state.values, step.values), retained, logits)
