@@ -21,7 +21,8 @@ class TangramConfig(BaseModel):
 
     Attributes:
         retention: fraction of full KV that a long prompt may hold, in (0, 1].
-        retention_floor: smallest retention that a single request may ask for, in (0, retention].
+        retention_floor: smallest retention that a single request may ask for, in (0, 1]; the server's own is always
+            allowed.
         scorer: name of the importance scorer (``vllm_tangram.compression.scorers``); the default is the one that keeps
             most answers when the question comes after the text was compressed (docs/quality.md).
         profile: path of the retention profile; None only with ``budgets="uniform"`` or ``retention=1``.
@@ -91,14 +92,15 @@ class TangramConfig(BaseModel):
         """Validate the retention that one request asks for (``vllm_xargs`` / ``extra_args``).
 
         Raises:
-            TangramError: not a number, or outside [retention_floor, 1].
+            TangramError: not a number, or outside [min(retention_floor, retention), 1].
 
         """
+        floor = min(self.retention_floor, self.retention)  # what the server itself does may always be asked for
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise TangramError(f"retention must be a number in [{self.retention_floor:g}, 1], got {value!r}")
-        if not self.retention_floor <= value <= 1:
+            raise TangramError(f"retention must be a number in [{floor:g}, 1], got {value!r}")
+        if not floor <= value <= 1:
             raise TangramError(
-                f"retention must be in [{self.retention_floor:g}, 1] on this server, got {value!r}; "
-                "the lower bound is --retention-floor"
+                f"retention must be in [{floor:g}, 1] on this server, got {value!r}; "
+                "the lower bound is --retention-floor, or --retention where that is smaller"
             )
         return float(value)

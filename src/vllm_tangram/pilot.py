@@ -71,7 +71,7 @@ def load_samples(path: str | Path) -> list[str]:
 def _sample(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TangramError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(record, dict):
         raise TangramError(f"{where}: expected a JSON object, got {type(record).__name__}")

@@ -59,14 +59,14 @@ def test_a_failed_save_leaves_the_old_file_alone(saved: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(TangramError, match=r"cannot write profile .*No space left"):
+    with pytest.raises(TangramError, match=r"cannot be written .*No space left"):
         make_profile(seed=1).save(saved)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
 
 
 def test_saving_into_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(TangramError, match="cannot write profile"):
+    with pytest.raises(TangramError, match="cannot be written"):
         make_profile().save(tmp_path / "absent" / "profile.safetensors")
 
 
@@ -175,3 +175,27 @@ def test_rank_stability() -> None:
 def test_rank_stability_without_pairs() -> None:
     assert np.isnan(make_profile(samples=1).rank_stability()).all()
     assert np.isnan(make_profile(kept=np.full((3, 3, 3, 2), 0.5)).rank_stability()).all()
+
+
+def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
+    """Writing by renaming would turn a device or a link into a file."""
+    profile = RetentionProfile(np.array([0.5]), np.full((1, 1, 2, 2), 0.5, np.float32), "snapkv", {}, 4, 64, 2048)
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "fifo")
+    for name in ("link", "fifo", "."):
+        with pytest.raises(TangramError, match="not a regular file"):
+            profile.save(tmp_path / name)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(TangramError, match="cannot be written"):
+        profile.save(tmp_path / ("x" * 250))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "file", "link"]
+
+
+@pytest.mark.parametrize("model", [{"architectures": 5}, {"architectures": [5]}, {"head_dim": "abc"}])
+def test_a_model_that_cannot_be_read_is_damage(tmp_path: Path, model: dict[str, object]) -> None:
+    profile = RetentionProfile(np.array([0.5]), np.full((1, 1, 2, 2), 0.5, np.float32), "snapkv", model, 4, 64, 2048)
+    profile.save(tmp_path / "p")
+    with pytest.raises(TangramError, match=r"is damaged: (architectures|head_dim) must be"):
+        RetentionProfile.load(tmp_path / "p")

@@ -73,7 +73,8 @@ def test_the_summary_says_what_is_next(tmp_path: Path, calls: list[dict[str, Any
     ("options", "message"),
     [
         (["-o", "no/such/folder/p"], "--output no/such/folder/p cannot be written: No such file"),
-        (["-o", "."], "--output . is a folder"),
+        (["-o", "."], "--output . is not a regular file"),
+        (["-o", "/dev/null"], "--output /dev/null is not a regular file"),
         (["-o", "p", "--samples", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
         (["-o", "p", "--scorer", "tarot"], "--scorer: unknown scorer 'tarot'"),
         (["-o", "p", "--max-tokens", "100"], "--max-tokens 100 leaves nothing to choose from"),

@@ -45,9 +45,10 @@ class Engine:
     def add(
         self, name: str, ids: Sequence[int], max_tokens: int, *, retention: float | None = None, **params: Any
     ) -> None:
-        """Queue a greedy request of exactly ``max_tokens`` tokens."""
+        """Queue a request of exactly ``max_tokens`` tokens, greedy unless ``params`` say otherwise."""
         extra = {} if retention is None else {"extra_args": {"retention": retention}}
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True, logprobs=1, **extra, **params)
+        options = {"temperature": 0, "ignore_eos": True, "logprobs": 1, **extra, **params}
+        sampling = SamplingParams(max_tokens=max_tokens, **options)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(ids)}, sampling)
 
     def step(self) -> None:

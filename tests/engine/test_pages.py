@@ -170,3 +170,26 @@ def test_no_kernel_is_compiled_while_serving(
     compiled = {name: list(getattr(kernels, name).signatures) for name in names}
     engine.ask([token_ids[:300], token_ids[:20]], 3)
     assert {name: list(getattr(kernels, name).signatures) for name in names} == compiled
+
+
+def test_seeded_sampling_does_not_depend_on_chunks_or_preemptions(
+    make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str], token_ids: list[int]
+) -> None:
+    """vLLM takes the draw of a half-computed prompt back; its own way of doing so ends the process on the CPU."""
+
+    def ask(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+        for number, prompt in enumerate(prompts):
+            engine.add(str(number), prompt, 40, temperature=1.0, seed=number)
+        answers = engine.run()
+        return [answers[str(number)].tokens for number in range(len(prompts))]
+
+    prompts = [token_ids[300 * i : 300 * i + length] for i, length in enumerate((100, 300, 260, 390, 150, 210))]
+    roomy = ours(make_engine, skewed_profile("snapkv"))
+    together = ask(roomy, prompts)
+    assert ask(roomy, prompts) == together
+    assert len({tuple(tokens) for tokens in together}) == len(prompts)
+
+    tight = ours(make_engine, skewed_profile("snapkv"), num_gpu_blocks_override=330)
+    before = tight.scheduler.num_preemptions
+    assert ask(tight, prompts) == together
+    assert tight.scheduler.num_preemptions > before

@@ -67,6 +67,7 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
         ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes 1048576 is too small"),
+        ({"num_gpu_blocks_override": 95}, "--num-gpu-blocks-override 95 is too small"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )

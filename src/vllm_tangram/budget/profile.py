@@ -118,6 +118,7 @@ class RetentionProfile:
         data = to_safetensors(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
         path = Path(path)
         try:
+            check_target(path)
             _write_atomically(path, data)
         except OSError as error:
             raise TangramError(f"cannot write profile {path}: {error.strerror or error}") from error
@@ -137,7 +138,7 @@ class RetentionProfile:
                 retentions=tensors["retentions"],
                 kept=tensors["kept"],
                 scorer=str(header["scorer"]),
-                model=dict(header["model"]),
+                model=_checked_model(dict(header["model"])),
                 sinks=int(header["sinks"]),
                 window=int(header["window"]),
                 chunk_size=int(header["chunk_size"]),
@@ -148,7 +149,7 @@ class RetentionProfile:
             raise TangramError(f"profile {path} lacks {error.args[0]!r}; {_ADVICE}") from None
         except TangramError:
             raise
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             raise TangramError(f"profile {path} is damaged: {error}; {_ADVICE}") from None
         for name, expected in (("mean", profile.mean), ("std", profile.std)):
             stored = tensors[name]
@@ -194,6 +195,42 @@ class RetentionProfile:
         return TangramError(f"profile {self.source} is damaged: {reason}; {_ADVICE}")
 
 
+def _checked_model(model: dict[str, Any]) -> dict[str, Any]:
+    """The fields that are read one by one; the others are only compared."""
+    architectures, head_dim = model.get("architectures"), model.get("head_dim")
+    if not isinstance(architectures or [], list) or not all(isinstance(name, str) for name in architectures or []):
+        raise TypeError(f"architectures must be a list of names, not {architectures!r}")
+    if head_dim is not None and not isinstance(head_dim, int):
+        raise TypeError(f"head_dim must be a number, not {head_dim!r}")
+    return model
+
+
+def check_target(path: Path, name: str = "profile") -> None:
+    """Find out whether a profile could be written to ``path``, without touching what is there.
+
+    Args:
+        path: the file.
+        name: what to call it in an error, such as the option that named it.
+
+    Raises:
+        TangramError: it is no regular file (a folder, a device, a link), or its folder cannot be written to.
+
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise TangramError(f"{name} {path} is not a regular file and will not be replaced: give another name")
+    temporary = _temporary(path)
+    try:
+        temporary.touch()
+        temporary.unlink()
+    except OSError as error:
+        raise TangramError(f"{name} {path} cannot be written: {error.strerror}") from error
+
+
+def _temporary(path: Path) -> Path:
+    # In the same folder, or the rename would be a copy; not by tempfile, whose files only their owner may read.
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
 def _frozen(values: ArrayLike, dtype: type[np.floating[Any]]) -> NDArray[Any]:
     array = np.array(values, dtype=dtype, order="C")  # a copy: the caller's array stays writable
     array.setflags(write=False)
@@ -201,8 +238,7 @@ def _frozen(values: ArrayLike, dtype: type[np.floating[Any]]) -> NDArray[Any]:
 
 
 def _write_atomically(path: Path, data: bytes) -> None:
-    # In the same folder, or the rename would be a copy; not by tempfile, whose files only their owner may read.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = _temporary(path)
     try:
         with temporary.open("wb") as file:
             file.write(data)

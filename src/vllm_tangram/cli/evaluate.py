@@ -195,7 +195,7 @@ def _comparison(answers: Sequence[Answer]) -> list[_Table]:
             str(length),
             f"{retention:g}",
             f"+{result.gained} -{result.lost}",
-            f"{result.p_value:.2f}",
+            "< 0.001" if result.p_value < 0.001 else f"{result.p_value:.3f}",
             f"{result.logprob:+.3f} +- {result.logprob_error:.3f}",
         ]
         for (length, scorer, retention), result in compare(answers).items()

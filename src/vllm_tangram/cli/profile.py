@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
+from vllm_tangram.budget.profile import check_target
 from vllm_tangram.cli.rendering import console, percent, print_json, table
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
@@ -50,7 +50,7 @@ def profile(
             f"--max-tokens {max_tokens} leaves nothing to choose from: give at least twice --sinks + --window = "
             f"{2 * (sinks + window)}"
         )
-    _check_writable(output)
+    check_target(output, "--output")  # now, not after minutes of work
     texts, source = _texts(samples, num_samples)
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
@@ -65,16 +65,6 @@ def profile(
         print_json(report)
     else:
         _print(report, model)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse now what would fail only after minutes of work."""
-    if path.is_dir():
-        raise TangramError(f"--output {path} is a folder: give the name of a file")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise TangramError(f"--output {path} cannot be written: {error.strerror}") from error
 
 
 def _texts(samples: Path | None, most: int) -> tuple[list[str], str]:

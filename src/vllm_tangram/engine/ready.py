@@ -70,7 +70,13 @@ def check_pool(vllm_config: VllmConfig) -> None:
     if vllm_config.model_config.original_max_model_len == -1:  # vLLM is to find the length that fits
         return
     given = vllm_config.cache_config.kv_cache_memory_bytes
+    stated = vllm_config.cache_config.num_gpu_blocks_override
     pages = plan.schedule(plan.config.retention).num_pages(length, length) + 1  # vLLM keeps one for itself
+    if stated is not None and stated < pages:
+        raise TangramError(
+            f"--num-gpu-blocks-override {stated} is too small: a prompt of --max-model-len {length} at retention "
+            f"{plan.config.retention:g} needs {pages} pages; give more, or lower --max-model-len or --retention"
+        )
     needed = (pages + staging_pages(vllm_config)) * layout.page_bytes
     if given is not None and given < needed:
         raise TangramError(

@@ -18,6 +18,7 @@ from vllm_tangram.compression import get_scorer
 from vllm_tangram.engine.admission import retention_of
 from vllm_tangram.engine.compat import check_layers
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
+from vllm_tangram.engine.cpu.generator import RewindableGenerator
 from vllm_tangram.engine.setup import plan_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.table import PageTable, compile_kernels
@@ -135,7 +136,16 @@ class TangramCPUModelRunner(CPUModelRunner):
                 request = self.requests[request_id]
                 retention = retention_of(self.plan.config, request.sampling_params)
                 self.page_table.open(slot, request.num_prompt_tokens, self.plan.schedule(retention).kept)
+        self._begin_seeded_draws()
         return result
+
+    def _begin_seeded_draws(self) -> None:
+        for row, generator in self.input_batch.generators.items():
+            if not isinstance(generator, RewindableGenerator):
+                generator = RewindableGenerator.like(generator)
+                self.input_batch.generators[row] = generator
+                self.requests[self.input_batch.req_ids[row]].generator = generator
+            generator.begin_step()
 
     def slots_of(self, request_ids: Sequence[str]) -> np.ndarray:
         """Page-table slots of requests, ``[R]`` int32."""
