@@ -59,7 +59,7 @@ def test_a_failed_save_leaves_the_old_file_alone(saved: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(TangramError, match=r"cannot be written .*No space left"):
+    with pytest.raises(TangramError, match=r"cannot write profile .*No space left"):
         make_profile(seed=1).save(saved)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
