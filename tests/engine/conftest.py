@@ -26,12 +26,19 @@ COMMON: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}
 
 @pytest.fixture(scope="session")
 def make_engine(embedded: Path) -> Iterator[Callable[..., Engine]]:
-    """Start (or reuse) an engine on the embedded model; ``stock=True`` gives vLLM's own ``LLM``."""
+    """Start (or reuse) an engine on the embedded model; ``stock=True`` gives vLLM's own ``LLM``.
+
+    The three used last are kept: each takes about a gigabyte.
+    """
     engines: dict[str, Engine] = {}
 
     def make(*, stock: bool = False, **options: Any) -> Engine:
         key = repr((stock, sorted(options.items())))
-        if key not in engines:
+        if key in engines:
+            engines[key] = engines.pop(key)
+        else:
+            while len(engines) >= 3:
+                engines.pop(next(iter(engines))).close()
             if stock:
                 import vllm
 
@@ -43,7 +50,8 @@ def make_engine(embedded: Path) -> Iterator[Callable[..., Engine]]:
         return engines[key]
 
     yield make
-    engines.clear()
+    for engine in engines.values():
+        engine.close()
 
 
 @pytest.fixture(scope="session")

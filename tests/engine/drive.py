@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,12 @@ class Engine:
     @property
     def total_pages(self) -> int:
         return int(self.scheduler.kv_cache_config.num_blocks) - 1
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
 
     def add(
         self, name: str, ids: Sequence[int], max_tokens: int, *, retention: float | None = None, **params: Any

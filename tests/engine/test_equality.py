@@ -33,45 +33,34 @@ def assert_equal(ours: list[Answer], stock: list[Answer]) -> None:
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4), f"prompt of {length} tokens"
 
 
+@pytest.fixture(scope="module")
+def ours(make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str]) -> Callable[[int], Engine]:
+    """An engine at retention 1 whose groups are those of a profile: pages are shared by heads of different layers."""
+
+    def start(group_size: int) -> Engine:
+        return make_engine(
+            retention=1.0,
+            scorer="snapkv",
+            profile=skewed_profile("snapkv"),
+            page_group_size=group_size,
+            chunk_size=CHUNK,
+            **OPTIONS,
+        )
+
+    return start
+
+
 @pytest.mark.parametrize("group_size", [1, 3, 4, 9])
-def test_batched(
-    group_size: int, make_engine: Callable[..., Engine], prompts: list[list[int]], stock: list[Answer]
-) -> None:
-    engine = make_engine(retention=1.0, page_group_size=group_size, chunk_size=CHUNK, **OPTIONS)
+def test_batched(group_size: int, ours: Callable[[int], Engine], prompts: list[list[int]], stock: list[Answer]) -> None:
+    """4 does not divide the model's 90 members: the last group is padded."""
+    engine = ours(group_size)
+    groups = engine.scheduler.plan.groups
+    assert groups.num_groups == -(-90 // group_size)
+    mixed = [len({layer for layer, _ in groups.members(group)}) > 1 for group in range(groups.num_groups)]
+    assert sum(mixed) > 0.8 * groups.num_groups or group_size == 1
     assert_equal(engine.ask(prompts, NEW_TOKENS), stock)
 
 
-def test_alone(make_engine: Callable[..., Engine], prompts: list[list[int]], stock: list[Answer]) -> None:
-    engine = make_engine(retention=1.0, page_group_size=4, chunk_size=CHUNK, **OPTIONS)
+def test_alone(ours: Callable[[int], Engine], prompts: list[list[int]], stock: list[Answer]) -> None:
+    engine = ours(4)
     assert_equal([engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts], stock)
-
-
-def test_groups_mix_layers(make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str]) -> None:
-    """What the other tests rely on: with a profile, pages are shared by heads of different layers."""
-    engine = make_engine(
-        retention=0.25,
-        scorer="snapkv",
-        profile=skewed_profile("snapkv"),
-        page_group_size=4,
-        chunk_size=128,
-        window=16,
-        max_model_len=1024,
-        kv_cache_memory_bytes=300 << 20,
-        max_num_seqs=16,
-    )
-    groups = engine.scheduler.plan.groups
-    assert all(len({layer for layer, _ in groups.members(group)}) > 1 for group in range(5))
-
-
-def test_cross_layer_groups_at_retention_one(
-    make_engine: Callable[..., Engine],
-    skewed_profile: Callable[[str], str],
-    prompts: list[list[int]],
-    stock: list[Answer],
-) -> None:
-    engine = make_engine(
-        retention=1.0, page_group_size=4, scorer="snapkv", profile=skewed_profile("snapkv"), chunk_size=CHUNK, **OPTIONS
-    )
-    groups = engine.scheduler.plan.groups
-    assert any(len({layer for layer, _ in groups.members(group)}) > 2 for group in range(groups.num_groups))
-    assert_equal(engine.ask(prompts, NEW_TOKENS), stock)
