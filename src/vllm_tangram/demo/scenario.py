@@ -46,7 +46,7 @@ class Size:
         return int(_STOCK_FITS * blocks * _STOCK_BLOCK)
 
 
-FULL = Size(prompt_tokens=4096, requests=12, turns=len(QUESTIONS))
+FULL = Size(prompt_tokens=4096, requests=9, turns=len(QUESTIONS))
 QUICK = Size(prompt_tokens=2048, requests=8, turns=2)
 
 
