@@ -10,6 +10,17 @@ from typing import Any
 
 from vllm import SamplingParams
 
+#: Options of the small engine that several test files share: many chunks and blocks at little compute.
+SMALL: dict[str, Any] = {
+    "retention": 0.25,
+    "page_group_size": 4,
+    "chunk_size": 128,
+    "window": 16,
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 300 << 20,
+}
+
 
 @dataclass
 class Answer:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.drive import Engine, external_id
+from tests.engine.drive import SMALL, Engine, external_id
 
 from vllm_tangram.compression import scorer_names
 from vllm_tangram.engine.cpu import attention
@@ -53,17 +53,7 @@ def recorded(engine: Engine, name: str) -> Iterator[Kept]:
 def test_alone_and_among_others(
     scorer: str, make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str], token_ids: list[int]
 ) -> None:
-    engine = make_engine(
-        retention=0.25,
-        scorer=scorer,
-        profile=skewed_profile(scorer),
-        page_group_size=4,
-        chunk_size=128,
-        window=16,
-        max_model_len=1024,
-        kv_cache_memory_bytes=300 << 20,
-        max_num_seqs=16,
-    )
+    engine = make_engine(scorer=scorer, profile=skewed_profile(scorer), **SMALL)
     prompt = token_ids[5000:5450]
     with recorded(engine, "probe") as alone:
         engine.add("probe", prompt, 24)

@@ -8,24 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.engine.drive import Engine, PageAuditor
+from tests.engine.drive import SMALL, Engine, PageAuditor
 
 pytestmark = pytest.mark.engine
 
-SMALL: dict[str, Any] = {
-    "scorer": "snapkv",
-    "page_group_size": 4,
-    "chunk_size": 128,
-    "window": 16,
-    "max_model_len": 1024,
-    "max_num_seqs": 16,
-}
-
 
 def ours(make_engine: Callable[..., Engine], profile: str, **options: Any) -> Engine:
-    return make_engine(
-        **{**SMALL, "retention": 0.25, "kv_cache_memory_bytes": 300 << 20, "profile": profile, **options}
-    )
+    return make_engine(**{**SMALL, "scorer": "snapkv", "profile": profile, **options})
 
 
 def test_mixed_run(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.engine.drive import Engine
+from tests.engine.drive import SMALL, Engine
 
 from vllm_tangram.errors import TangramError
 
@@ -111,17 +111,7 @@ def test_bad_request_retention(
     skewed_profile: Callable[[str], str],
     token_ids: list[int],
 ) -> None:
-    engine = make_engine(
-        retention=0.25,
-        scorer="snapkv",
-        profile=skewed_profile("snapkv"),
-        page_group_size=4,
-        chunk_size=128,
-        window=16,
-        max_model_len=1024,
-        kv_cache_memory_bytes=300 << 20,
-        max_num_seqs=16,
-    )
+    engine = make_engine(scorer="snapkv", profile=skewed_profile("snapkv"), **SMALL)
     with pytest.raises(TangramError, match="retention must be"):
         engine.add("bad", token_ids[:10], 4, retention=retention)  # type: ignore[arg-type]
     assert not engine.llm.llm_engine.has_unfinished_requests()
