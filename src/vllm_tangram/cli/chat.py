@@ -7,7 +7,7 @@ import math
 import os
 import re
 import sys
-import time
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,12 +20,11 @@ from vllm_tangram.cli.rendering import console, human_bytes, percent, print_erro
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
-    import httpx
     from openai import OpenAI
     from openai.types.chat import ChatCompletionMessageParam
 
 _COMMANDS = "/retention R, /file PATH, /reset, /quit"
-_SAMPLING_SECONDS = 1.0
+_SAMPLING_SECONDS = 0.25
 
 
 def chat(
@@ -179,10 +178,9 @@ def _turn(
 
     sent = conversation.with_question(question)
     extra = {} if retention is None else {"vllm_xargs": {"retention": retention}}
-    answer, usage, pages = "", None, None
+    answer, usage = "", None
     interrupted = False
-    next_sample = 0.0
-    with httpx.Client(base_url=str(client.base_url.join("../")), timeout=5) as http:
+    with _PageWatch(str(client.base_url.join("../"))) as watch:
         try:
             with client.chat.completions.create(
                 messages=sent, stream=True, stream_options={"include_usage": True}, extra_body=extra, **options
@@ -195,9 +193,6 @@ def _turn(
                     answer += text
                     sys.stdout.write(text)
                     sys.stdout.flush()
-                    if time.monotonic() >= next_sample:  # the figures are gone once the answer is complete
-                        pages = _read_pages(http) or pages
-                        next_sample = time.monotonic() + _SAMPLING_SECONDS
         except KeyboardInterrupt:
             interrupted = True
         except (openai.APIError, httpx.HTTPError) as error:
@@ -208,17 +203,41 @@ def _turn(
     if answer:
         conversation.add(sent, answer)
     counts = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated" if usage else "no token counts"
-    facts = [*(["stopped"] if interrupted else []), counts, *([str(pages)] if pages else [])]
+    facts = [*(["stopped"] if interrupted else []), counts, *([str(watch.last)] if watch.last else [])]
     console().print(Text("; ".join(facts), style="dim"))
 
 
-def _read_pages(http: httpx.Client) -> ServerPages | None:
-    import httpx
+class _PageWatch:
+    """Reads the server's pages while a request runs: they are gone once the answer is complete, however short it was.
 
-    try:
-        return ServerPages.read(http.get("metrics").text)
-    except httpx.HTTPError:  # a proxy may serve the API alone
-        return None
+    Attributes:
+        last: the newest figures in which anything ran.
+
+    """
+
+    def __init__(self, url: str) -> None:
+        self.last: ServerPages | None = None
+        self._url = url
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> _PageWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        import httpx
+
+        with httpx.Client(base_url=self._url, timeout=5) as http:
+            while not self._done.wait(_SAMPLING_SECONDS):
+                try:
+                    self.last = ServerPages.read(http.get("metrics").text) or self.last
+                except httpx.HTTPError:  # a proxy may serve the API alone
+                    return
 
 
 def _reason(error: Exception) -> str:
