@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from functools import lru_cache
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,7 @@ class RetentionPlan:
         key = _grouping_key(self._curve, config.retention)
         self.groups = group_members(key, (num_layers, num_kv_heads), config.page_group_size, config.grouping)
         self._build_cached = lru_cache(maxsize=_CACHED_SCHEDULES)(self._build)
+        self._in_use: WeakValueDictionary[float, EvictionSchedule] = WeakValueDictionary()
         self._base = self.schedule(config.retention)
 
     @property
@@ -84,7 +86,7 @@ class RetentionPlan:
         return min(max(math.floor(retention * _STEPS + 1e-6), 1), _STEPS) / _STEPS
 
     def schedule(self, retention: float) -> EvictionSchedule:
-        """The schedule of a retention in (0, 1], after ``quantise``; cached.
+        """The schedule of a retention in (0, 1], after ``quantise``; the same object as long as anybody holds it.
 
         Raises:
             TangramError: below 1 although there is no profile to take budgets from.
@@ -96,7 +98,10 @@ class RetentionPlan:
                 f"retention {retention:g} needs a retention profile: give --profile, make one with `tangram profile`, "
                 "or choose --budgets uniform"
             )
-        return self._build_cached(retention)
+        schedule = self._in_use.get(retention)
+        if schedule is None:
+            schedule = self._in_use[retention] = self._build_cached(retention)
+        return schedule
 
     def digest(self) -> str:
         """16 hex digits over options, groups and budgets; processes compare them.

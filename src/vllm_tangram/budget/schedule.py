@@ -49,6 +49,18 @@ class EvictionSchedule:
         n = min(t, prompt_len) // self.block_size
         return int(self.total[n]) + self._num_groups * (-(-t // self.block_size) - n)
 
+    def positions(self) -> NDArray[np.int32]:
+        """[N, J] int32, where the j-th page of a group stands in a request's flat page list.
+
+        Of the whole prompt blocks only: what comes after them follows by arithmetic (`pages.device`). Pages are born
+        block by block, and within a block by group (docs/design.md). J is the largest ``kept``; entries beyond what a
+        group ever keeps are 0.
+        """
+        block, group = np.nonzero(np.diff(self.kept, axis=0))  # row-major: the order of birth
+        positions = np.zeros((self._num_groups, int(self.kept[-1].max())), np.int32)
+        positions[group, self.kept[block, group]] = np.arange(len(block), dtype=np.int32)
+        return positions
+
     def max_tokens_within(self, prompt_len: int, pages: int) -> int:
         """Largest ``t >= prompt_len`` at which a request holds at most ``pages``; -1 if its prompt alone holds more.
 
