@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode attention of one layer over pages of head groups, read in place, in one kernel that also writes the new token.
+
+Words: R rows of the batch, H KV heads, Hq query heads, q query heads of a KV head, D head size, B tokens of a block,
+S request slots, W work items of the layer (`work_list`). Nothing here waits for the device, and all sizes are known on
+the host, so calls can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from vllm_tangram.attention.decode_kernel import QUERY_ROWS, decode_kernel
+from vllm_tangram.attention.partition import WORK_ITEM
+from vllm_tangram.pages.device import ROW_HEADER, DevicePages
+
+_TILE_BYTES = 32 * 1024  # keys and values of a tile
+_COMBINE_NUMBERS = 4096  # float32 numbers that a thread block takes in at once when it combines pieces
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Who decodes in a step; the same for all layers.
+
+    Attributes:
+        requests: ``[R]`` int32, slot of each row's request; -1 where there is none.
+        seq_lens: ``[R]`` int32, tokens of each request, the new one included; 0 where there is none.
+        flat: ``[S, W']`` int32, vLLM's page list of every slot, which must already hold the new token's pages.
+        pages: what finds pages in ``flat``. Every request must be at or past the end of its prompt.
+
+    """
+
+    requests: Tensor
+    seq_lens: Tensor
+    flat: Tensor
+    pages: DevicePages
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel is built and when it splits; results agree up to rounding.
+
+    Attributes:
+        tile: tokens taken in at once, a power of two from 16.
+        warps: warps of a thread block.
+        stages: tiles under way, the one being worked on included.
+        min_tiles: tiles that a piece should have before a head is cut further; a power of two.
+        fan: pieces that are combined at once, a power of two from 2.
+
+    """
+
+    tile: int
+    warps: int = 4
+    stages: int = 3
+    min_tiles: int = 2
+    fan: int = 16
+
+    @classmethod
+    def default(cls, head_dim: int, dtype: torch.dtype) -> Tuning:
+        """Tiles of at most 64 tokens and 32 KiB; few warps, which wait less for each other, if registers allow."""
+        fitting = _TILE_BYTES // (2 * triton.next_power_of_2(head_dim) * dtype.itemsize)
+        return cls(tile=max(16, min(64, fitting)), warps=2 if head_dim <= 128 else 4)
+
+
+class SplitScratch:
+    """Partial results of pieces, shared by all layers of a stream.
+
+    Attributes:
+        partial: ``[n, q, D]`` float32, the attention over one piece.
+        log_sums: ``[n, q]`` float32, base-2 logarithm of the sum of exponentials over one piece.
+        arrived: ``[n]`` int32, pieces done so far, at the place of a head's first piece; zero between launches.
+
+    """
+
+    def __init__(self, num_pieces: int, ratio: int, head_dim: int, device: torch.device) -> None:
+        """Room for ``num_pieces`` pieces of all rows and heads: the largest ``R * W`` of any layer and batch size."""
+        self.partial = torch.empty(num_pieces, ratio, head_dim, dtype=torch.float32, device=device)
+        self.log_sums = torch.empty(num_pieces, ratio, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(num_pieces, dtype=torch.int32, device=device)
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pool: Tensor,
+    output: Tensor,
+    *,
+    batch: DecodeBatch,
+    work: Tensor,
+    scratch: SplitScratch,
+    scale: float,
+    tuning: Tuning | None = None,
+) -> Any:
+    """Attend from one new token per row to what each KV head holds, and write the new token to its page.
+
+    Args:
+        query: ``[R, Hq, D]``; query heads of one KV head are neighbours. Only the last dimension must be contiguous.
+        key: ``[R, H, D]``, of the new token; as ``query``.
+        value: ``[R, H, D]``; as ``query``.
+        pool: ``[num_pages, G, B, 2 * D]``, contiguous, of the dtype of ``query``; the new token is written to it.
+        output: ``[R, Hq, D]``, written; zeros in rows without a request.
+        batch: who decodes.
+        work: ``[W, 8]`` int32 on the device, the layer's `work_list`.
+        scratch: room for ``R * W`` pieces.
+        scale: factor of the logits.
+        tuning: None for the default.
+
+    Returns:
+        The compiled kernel, which `resident_blocks` takes; None in Triton's interpreter.
+
+    Raises:
+        ValueError: shapes, strides or sizes that the kernel cannot take.
+
+    """
+    num_rows, num_query_heads, head_dim = query.shape
+    num_heads, block_size = key.shape[1], pool.shape[2]
+    ratio = num_query_heads // num_heads
+    tuning = tuning or Tuning.default(head_dim, pool.dtype)
+    if num_query_heads % num_heads or not 1 <= ratio <= QUERY_ROWS.value:
+        raise ValueError(
+            f"{num_query_heads} query heads on {num_heads} KV heads: the ratio must be 1 to {QUERY_ROWS.value}"
+        )
+    if pool.shape[3] != 2 * head_dim or not pool.is_contiguous() or block_size != batch.pages.block_size:
+        raise ValueError(
+            f"pool {tuple(pool.shape)} does not fit head size {head_dim} and blocks of {batch.pages.block_size}"
+        )
+    if block_size & (block_size - 1):
+        raise ValueError(f"blocks of {block_size} tokens: the kernel needs a power of two")
+    if any(tensor.stride(2) != 1 for tensor in (query, key, value, output)):
+        raise ValueError("the last dimension of query, key, value and output must be contiguous")
+    if num_rows * len(work) > len(scratch.arrived) or scratch.partial.shape[1:] != (ratio, head_dim):
+        raise ValueError(f"no scratch for {num_rows} rows of {len(work)} pieces of {ratio} x {head_dim}")
+    pages = batch.pages
+    head_dim_padded, ratio_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(ratio)
+    return decode_kernel[(num_rows, len(work))](
+        *(query, key, value, pool, output),
+        *(batch.requests, batch.seq_lens, batch.flat, pages.rows, pages.positions),
+        *(work, scratch.partial, scratch.log_sums, scratch.arrived),
+        scale * math.log2(math.e),
+        *(stride for tensor in (query, key, value, output) for stride in tensor.stride()[:2]),
+        *(pool.stride(0), batch.flat.stride(0), pages.rows.stride(0), *pages.positions.stride()[:2], pages.num_groups),
+        ROW_HEADER=ROW_HEADER,
+        WORK_ITEM=WORK_ITEM,
+        RATIO=ratio,
+        RATIO_PADDED=ratio_padded,
+        D=head_dim,
+        D_PADDED=head_dim_padded,
+        BLOCK=block_size,
+        TILE=tuning.tile,
+        MIN_TILES=tuning.min_tiles,
+        COMBINE_CHUNK=max(1, _COMBINE_NUMBERS // (ratio_padded * head_dim_padded)),
+        FAN=tuning.fan,
+        ROWS=triton.next_power_of_2(num_rows),
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+    )
