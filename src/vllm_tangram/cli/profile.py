@@ -37,14 +37,15 @@ def profile(
     max_tokens: Annotated[int, typer.Option(help="Tokens of a sample that are used.", min=1)] = 2048,
     sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
     window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
-    chunk_size: Annotated[int, typer.Option(help="Prompt tokens that are compressed at once.")] = _DEFAULTS[
-        "chunk_size"
-    ],
+    chunk_size: Annotated[
+        int | None, typer.Option(help="Prompt tokens that are compressed at once; as for `tangram serve`.")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run pilot texts through a model and write what each of its heads keeps: a retention profile."""
-    config = TangramConfig.parse({"scorer": scorer, "sinks": sinks, "window": window, "chunk_size": chunk_size})
+    chunk = {} if chunk_size is None else {"chunk_size": chunk_size}
+    config = TangramConfig.parse({"scorer": scorer, "sinks": sinks, "window": window, **chunk})
     if max_tokens < 2 * (sinks + window):
         raise TangramError(
             f"--max-tokens {max_tokens} leaves nothing to choose from: give at least twice --sinks + --window = "
@@ -54,11 +55,13 @@ def profile(
     texts, source = _texts(samples, num_samples)
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
-    from vllm_tangram.engine.options import vllm_refusals
+    from vllm_tangram.engine.options import for_platform, vllm_refusals
     from vllm_tangram.engine.resolve import make_profile, model_path
 
     with vllm_refusals(f"{model}: "):
-        made = make_profile(config, model_path(model), {"dtype": dtype}, texts, source, max_tokens=max_tokens)
+        made = make_profile(
+            for_platform(config), model_path(model), {"dtype": dtype}, texts, source, max_tokens=max_tokens
+        )
     made.save(output)
     report = _report(output, made)
     if json:

@@ -42,9 +42,9 @@ def serve(
         "alpha"
     ],
     margin: Annotated[Margin, typer.Option(help="Whether that counts towards the retention.")] = _DEFAULTS["margin"],
-    chunk_size: Annotated[int, typer.Option(help="Prompt tokens that are compressed at once.")] = _DEFAULTS[
-        "chunk_size"
-    ],
+    chunk_size: Annotated[
+        int | None, typer.Option(help="Prompt tokens that are compressed at once; 2048 on a CPU, 8192 on CUDA.")
+    ] = None,
     sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
     window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
 ) -> None:
@@ -52,7 +52,7 @@ def serve(
 
     A request may ask for its own retention: {"vllm_xargs": {"retention": 0.5}}.
     """
-    config = TangramConfig.parse(ctx.params)
+    config = TangramConfig.parse({name: value for name, value in ctx.params.items() if value is not None})
 
     from vllm_tangram.engine.serve import serve as serve_until_stopped
 

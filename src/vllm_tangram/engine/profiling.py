@@ -21,7 +21,7 @@ from vllm_tangram.errors import TangramError
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_tangram.engine.cpu.metadata import PrefillRow
+    from vllm_tangram.engine.chunk import Chunk
     from vllm_tangram.engine.llm import LLM
 
 #: Retentions at which the heads compete; budgets in between are interpolated.
@@ -42,29 +42,46 @@ class ScoreObserver:
         self._kept: list[np.ndarray] = []  # per sample [R, L, H] tokens
         self._tokens: list[int] = []
 
-    def observe(self, layer: int, row: PrefillRow, scores: torch.Tensor) -> None:
+    def observe(self, layer: int, chunk: Chunk, scores: torch.Tensor) -> None:
         """Take one layer's scores ``[H, T]`` of a chunk; the last layer closes the chunk."""
-        chunk = self._scores.setdefault(row.request, [])
-        assert len(chunk) == layer, "layers run in order"
-        chunk.append(scores.clone())
-        if len(chunk) < self.num_layers:
+        layers = self._scores.setdefault(chunk.request, [])
+        assert len(layers) == layer, "layers run in order"
+        layers.append(scores.clone())
+        if len(layers) < self.num_layers:
             return
         kept = compete(
-            torch.stack(self._scores.pop(row.request)),
+            torch.stack(self._scores.pop(chunk.request)),
             self.retentions,
-            protect_head=max(0, min(self.config.sinks - row.position, row.num_tokens)),
-            protect_tail=min(self.config.window, row.num_tokens),
-        ).numpy()
-        if row.position == 0:
-            self._kept.append(kept)
-            self._tokens.append(row.num_tokens)
+            protect_head=chunk.protect_head(self.config),
+            protect_tail=chunk.protect_tail(self.config),
+        )
+        if chunk.position == 0:
+            self._kept.append(kept.cpu().numpy())
+            self._tokens.append(chunk.num_tokens)
         else:  # the profiler runs one sample at a time, so this chunk continues the last one
-            self._kept[-1] = self._kept[-1] + kept
-            self._tokens[-1] += row.num_tokens
+            self._kept[-1] = self._kept[-1] + kept.cpu().numpy()
+            self._tokens[-1] += chunk.num_tokens
 
     def kept_fractions(self) -> list[Any]:
         """``[S][R][L][H]`` nested lists of the fractions kept, one entry per sample."""
         return [(kept / tokens).tolist() for kept, tokens in zip(self._kept, self._tokens, strict=True)]
+
+
+class ProfilingWorker:
+    """The calls by which ``profile_model`` reaches the observer; a mix-in of our workers."""
+
+    model_runner: Any
+    vllm_config: VllmConfig
+
+    def tangram_start_profile(self, retentions: list[float]) -> None:
+        """Score every prompt from now on and let its tokens compete for each of ``retentions``."""
+        self.model_runner.observer = ScoreObserver(self.vllm_config, retentions)
+
+    def tangram_take_profile(self) -> list[Any]:
+        """End the profile: kept fractions per sample, ``[S][R][L][H]`` nested lists."""
+        observer, self.model_runner.observer = self.model_runner.observer, None
+        assert observer is not None, "no profile was started"
+        return observer.kept_fractions()
 
 
 def profile_model(

@@ -12,7 +12,7 @@ from vllm.logger import init_logger
 
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.compat import check_supported, check_vllm
-from vllm_tangram.engine.options import engine_options, vllm_refusals
+from vllm_tangram.engine.options import engine_options, for_platform, vllm_refusals
 from vllm_tangram.engine.resolve import resolve_profile
 from vllm_tangram.engine.setup import OPTIONS_KEY, fingerprint_of, layout_of, plan_of, staging_pages
 from vllm_tangram.errors import TangramError
@@ -41,6 +41,7 @@ def ready_options(
 
     """
     check_vllm()
+    config = for_platform(config)
     with vllm_refusals(f"{model}: "), _muted():  # vLLM builds and tells this again when it starts: milliseconds
         vllm_config = build(engine_options(config, given))
     check_supported(vllm_config)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -13,7 +14,7 @@ from vllm_tangram.engine import admission
 from vllm_tangram.engine.compat import check_supported
 from vllm_tangram.engine.manager import HeadGroupManager, RequestBudget
 from vllm_tangram.engine.metrics import PageStats
-from vllm_tangram.engine.setup import plan_of
+from vllm_tangram.engine.setup import MAX_RETENTIONS, plan_of
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.errors import TangramError
 
@@ -81,12 +82,20 @@ class TangramScheduler(Scheduler):
         So what a request keeps, and what it answers, does not depend on who shares its steps.
         """
         prompt_len = request.num_prompt_tokens
+        if num_computed_tokens == 0 and not self._retention_fits(request):
+            return 0
         if num_computed_tokens >= prompt_len:
             return num_new_tokens
         chunk_size = self.plan.config.chunk_size
         end = min((num_computed_tokens // chunk_size + 1) * chunk_size, prompt_len)
         chunk = end - num_computed_tokens
         return chunk if num_new_tokens >= chunk else 0
+
+    def _retention_fits(self, request: Request) -> bool:
+        """Whether workers have room for the request's retention beside those of the requests that run."""
+        schedules = {id(self.pages.budgets[running.request_id].schedule) for running in self.running}
+        schedule = self.pages.budgets[request.request_id].schedule
+        return id(schedule) in schedules or len(schedules) < MAX_RETENTIONS
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.num_preemptions += 1
@@ -125,3 +134,7 @@ class TangramScheduler(Scheduler):
         if stats is not None:
             self.page_stats().attach(stats)
         return stats
+
+
+class TangramAsyncScheduler(TangramScheduler, AsyncScheduler):
+    """The same over vLLM's asynchronous scheduler, which plans a step while the one before it runs."""

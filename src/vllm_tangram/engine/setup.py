@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.platforms import current_platform
+
 from vllm_tangram.budget import RetentionPlan, RetentionProfile, model_fingerprint
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
@@ -17,6 +19,10 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 OPTIONS_KEY = "tangram"  # in VllmConfig.additional_config
+
+#: Different retentions among the requests that run at one time; a request with one more waits. Workers keep a table
+#: for each.
+MAX_RETENTIONS = 32
 
 
 def config_of(vllm_config: VllmConfig) -> TangramConfig:
@@ -76,7 +82,12 @@ def layout_of(vllm_config: VllmConfig) -> PageLayout:
 
 
 def staging_pages(vllm_config: VllmConfig) -> int:
-    """Scratch pages of the CPU worker: one layer's share of the largest step, each chunk rounded up to blocks."""
+    """Scratch pages of the CPU worker: one layer's share of the largest step, each chunk rounded up to blocks.
+
+    On CUDA a chunk is attended to where it is, so there are none.
+    """
+    if not current_platform.is_cpu():
+        return 0
     scheduler = vllm_config.scheduler_config
     layout = layout_of(vllm_config)
     num_kv_heads = vllm_config.model_config.get_num_kv_heads(vllm_config.parallel_config)

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core_client import InprocClient
 
+from vllm_tangram.engine.clock import StepClock
 from vllm_tangram.engine.llm import LLM
 from vllm_tangram.engine.resolve import model_path
 from vllm_tangram.engine.scheduler import TangramScheduler
@@ -40,46 +42,76 @@ class Step:
     kept_fraction: float | None
 
 
+@dataclass(frozen=True)
+class Advance:
+    """What one engine step of counted requests did.
+
+    Attributes:
+        seconds: wall time.
+        new_tokens: tokens that each request got, of those that got any.
+        finished: requests that ended.
+        running: requests that are admitted and not done.
+        decode_only: whether the batch that was scheduled in this step gives every request one token.
+        host: part of ``engine.clock`` -> its seconds of this step.
+
+    """
+
+    seconds: float
+    new_tokens: dict[str, int]
+    finished: list[str]
+    running: int
+    decode_only: bool
+    host: dict[str, float]
+
+
 class EngineStepper:
     """Stock vLLM, or ours, in this process. Not for serving: vLLM's own front ends are.
 
     Attributes:
-        tokenizer: of the model.
+        tokenizer: of the model; None with ``skip_tokenizer_init``.
+        scheduler: vLLM's, or ours.
         kv_cache_bytes: memory given to the KV cache, scratch pages included.
         num_threads: OpenMP threads of the model.
+        versions: of vLLM and torch.
         profile: path of the retention profile, None without one.
 
     """
 
-    def __init__(self, model: str, *, ours: bool, kv_tokens: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, *, ours: bool, options: dict[str, Any], kv_tokens: int = 0, kv_bytes: int | None = None
+    ) -> None:
         """Start the engine.
 
         Args:
             model: path or name, or ``embedded``.
             ours: whether pages are head groups (``vllm_tangram.LLM``) or stock (``vllm.LLM``).
-            kv_tokens: KV memory, as the number of tokens whose full KV fills it: the same bytes for both engines.
             options: further options of that class.
+            kv_tokens: KV memory, as the number of tokens whose full KV fills it: the same bytes for both engines.
+            kv_bytes: the same in bytes, instead of ``kv_tokens``.
 
         """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         model = model_path(model)
-        self.kv_cache_bytes = kv_tokens * _full_kv_bytes_per_token(model)
+        self.kv_cache_bytes = kv_tokens * _full_kv_bytes_per_token(model) if kv_bytes is None else kv_bytes
         engine = (LLM if ours else vllm.LLM)(model, kv_cache_memory_bytes=self.kv_cache_bytes, **options).llm_engine
         client = engine.engine_core
         assert isinstance(client, InprocClient)
         self._engine = engine
-        self._scheduler = client.engine_core.scheduler
-        (self._pages,) = self._scheduler.kv_cache_manager.coordinator.single_type_managers
-        pool = self._scheduler.kv_cache_config
+        self.scheduler: Any = client.engine_core.scheduler
+        self._clock = StepClock(self.scheduler, client.engine_core.model_executor)
+        self._counted: list[Any] = []  # requests of ``add_counted``, the finished ones too
+        (self._pages,) = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        pool = self.scheduler.kv_cache_config
         self._block_bytes = sum(tensor.size for tensor in pool.kv_cache_tensors) // pool.num_blocks
-        self.tokenizer: Any = engine.get_tokenizer()
+        self.tokenizer: Any = None if options.get("skip_tokenizer_init") else engine.get_tokenizer()
         self.num_threads = torch.get_num_threads()
+        self.versions = f"vLLM {vllm.__version__}, torch {torch.__version__}"
         self.profile = config_of(engine.vllm_config).profile if ours else None
 
     @property
     def pages_reclaimed(self) -> int:
         """Pages that became unnecessary while their request ran; stock vLLM does not compress, so it has none."""
-        return self._pages.pages_reclaimed if isinstance(self._scheduler, TangramScheduler) else 0
+        return self._pages.pages_reclaimed if isinstance(self.scheduler, TangramScheduler) else 0
 
     def add(self, request_id: str, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False) -> None:
         """Queue a greedy request.
@@ -90,6 +122,56 @@ class EngineStepper:
         """
         sampling = vllm.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
         self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+
+    def add_counted(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+        """Queue a greedy request of exactly ``max_tokens`` tokens, of which only the number matters.
+
+        Nothing is turned into text, and a step gives new tokens alone: a server does the former in another process.
+
+        Raises:
+            TangramError: it can never fit.
+
+        """
+        sampling = vllm.SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
+        self._counted.append(next(reversed(self.scheduler.requests.values())))
+
+    def advance(self) -> Advance:
+        """Run one step of requests of ``add_counted``."""
+        self._clock.take()
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        seconds = time.perf_counter() - start
+        return Advance(
+            seconds=seconds,
+            new_tokens={output.request_id: len(output.outputs[0].token_ids) for output in outputs},
+            finished=[output.request_id for output in outputs if output.finished],
+            running=len(self.scheduler.running),
+            decode_only=self._clock.tokens == self._clock.rows > 0,
+            host=self._clock.take(),
+        )
+
+    def abort_all(self) -> None:
+        """End and forget all requests of ``add_counted``."""
+        running = [request.request_id for request in self._counted if request.request_id in self.scheduler.requests]
+        self._engine.abort_request(running, internal=True)
+        self._counted.clear()
+
+    @property
+    def preemptions(self) -> int:
+        """How often requests of ``add_counted`` were preempted, since ``abort_all``."""
+        return sum(request.num_preemptions for request in self._counted)
+
+    def held(self) -> tuple[int, float | None]:
+        """KV bytes that requests hold now, and what fraction of their full KV that is (as in ``Step``)."""
+        count = sum(map(len, self._pages.req_to_blocks.values()))
+        return count * self._block_bytes, self._kept_fraction(count > 0)
 
     def step(self) -> Step:
         """Run one step of all requests that fit."""
@@ -106,8 +188,8 @@ class EngineStepper:
         )
 
     def _kept_fraction(self, any_held: bool) -> float | None:
-        if isinstance(self._scheduler, TangramScheduler):
-            return self._scheduler.page_stats().kept_fraction
+        if isinstance(self.scheduler, TangramScheduler):
+            return self.scheduler.page_stats().kept_fraction
         return 1.0 if any_held else None
 
 

@@ -16,7 +16,7 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, _get_attn_isa
 
-from vllm_tangram.compression import ChunkContext, Scorer, select_tokens
+from vllm_tangram.compression import Scorer, select_tokens
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.cpu.metadata import (
     DecodeRows,
@@ -112,18 +112,14 @@ class HeadGroupCPUAttention(CPUAttentionBackendImpl):
             n = len(decodes.slots)
             self._decode(decodes, attn_metadata.table, query[:n], key[:n], value[:n], cache, output[:n])
         for row in attn_metadata.prefills:
-            tokens = slice(row.first, row.first + row.num_tokens)
-            q, k, v = query[tokens], key[tokens], value[tokens]
+            q, k, v = query[row.tokens], key[row.tokens], value[row.tokens]
             scores = None
             if not row.direct or attn_metadata.observer is not None:
-                scores = self.scorer.score(q, k, v, self._context(row))
-            self._prefill(row, attn_metadata.table, q, k, v, scores, cache, output[tokens])
+                scores = self.scorer.score(q, k, v, row.context(self.config, self.scale))
+            self._prefill(row, attn_metadata.table, q, k, v, scores, cache, output[row.tokens])
             if attn_metadata.observer is not None and scores is not None:
                 attn_metadata.observer.observe(self.index, row, scores)
         return output
-
-    def _context(self, row: PrefillRow) -> ChunkContext:
-        return ChunkContext(sinks=self.config.sinks, window=self.config.window, scale=self.scale, start=row.position)
 
     def _decode(
         self,
@@ -192,8 +188,8 @@ class HeadGroupCPUAttention(CPUAttentionBackendImpl):
         indices = select_tokens(
             scores,
             keep.tolist(),
-            protect_head=max(0, min(self.config.sinks - row.position, num_tokens)),
-            protect_tail=min(self.config.window, num_tokens),
+            protect_head=row.protect_head(self.config),
+            protect_tail=row.protect_tail(self.config),
         )
         kept = indices + torch.from_numpy(np.repeat(np.arange(num_heads) * num_tokens, keep))
         self._write(k[kept], v[kept], self._append_slots(table, row.slot, before, keep), cache)

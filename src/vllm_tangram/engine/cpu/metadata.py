@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
+from vllm_tangram.engine.chunk import Chunk
+
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -36,7 +38,7 @@ class DecodeRows:
 
 
 @dataclass(frozen=True)
-class PrefillRow:
+class PrefillRow(Chunk):
     """Several new tokens of one request: a chunk of its prompt, or generated tokens replayed after a preemption.
 
     ::
@@ -46,25 +48,17 @@ class PrefillRow:
         |---------- after[g] = before[g] + what the group keeps of them
 
     Attributes:
-        first: index of its first token in the batch.
-        num_tokens: T.
-        position: position of its first token in the request.
         slot: page-table slot.
         before: ``[N]`` tokens held before the step; whole blocks unless the row is ``direct``.
         after: ``[N]`` tokens held after it.
         staging_block: first of the staging blocks that hold the row, one run per KV head; -1 if ``direct``.
-        request: index of the request in the batch.
 
     """
 
-    first: int
-    num_tokens: int
-    position: int
     slot: int
     before: Ints
     after: Ints
     staging_block: int
-    request: int
 
     @property
     def direct(self) -> bool:

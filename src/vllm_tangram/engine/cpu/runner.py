@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.config import get_layers_from_vllm_config
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_tangram.compression import get_scorer
 from vllm_tangram.engine.admission import retention_of
-from vllm_tangram.engine.compat import check_layers
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
 from vllm_tangram.engine.cpu.generator import RewindableGenerator
+from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.setup import plan_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.table import PageTable, compile_kernels
@@ -56,17 +53,11 @@ class TangramCPUModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         plan = self.plan = plan_of(self.vllm_config)
-        layers = sorted(
-            get_layers_from_vllm_config(self.vllm_config, Attention).items(),
-            key=lambda item: extract_layer_index(item[0]),
-        )
-        check_layers(layers, num_kv_heads=plan.groups.group.shape[1])
         scorer = get_scorer(plan.config.scorer)
-        first_name = layers[0][0]
-        for index, (name, layer) in enumerate(layers):
-            layer.attn_backend = HeadGroupCPUBackend
-            layer.impl = HeadGroupCPUAttention(
-                layer.impl,
+
+        def implement(index: int, stock: Any) -> HeadGroupCPUAttention:
+            return HeadGroupCPUAttention(
+                stock,
                 index=index,
                 group=plan.groups.group[index],
                 column=plan.groups.column[index],
@@ -75,8 +66,8 @@ class TangramCPUModelRunner(CPUModelRunner):
                 config=plan.config,
                 scorer=scorer,
             )
-            if name != first_name:  # vLLM then binds the first layer's tensor to all: one pool, one block = one page
-                layer.kv_sharing_target_layer_name = first_name
+
+        adopt_layers(self.vllm_config, plan, HeadGroupCPUBackend, implement)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = super().get_kv_cache_spec()

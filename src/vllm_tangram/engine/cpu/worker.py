@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.cpu.runner import TangramCPUModelRunner
-from vllm_tangram.engine.profiling import ScoreObserver
+from vllm_tangram.engine.profiling import ProfilingWorker
 from vllm_tangram.engine.setup import layout_of, staging_pages
 from vllm_tangram.errors import TangramError
 
 
-class TangramCPUWorker(CPUWorker):
+class TangramCPUWorker(ProfilingWorker, CPUWorker):
     """Builds our runner, keeps memory for the staging pages and answers the profiler's calls."""
 
     model_runner: TangramCPUModelRunner
@@ -37,13 +35,3 @@ class TangramCPUWorker(CPUWorker):
                 "raise it, or lower --chunk-size, --max-num-batched-tokens or --max-num-seqs"
             )
         return available - staging
-
-    def tangram_start_profile(self, retentions: list[float]) -> None:
-        """Score every prompt from now on and let its tokens compete for each of ``retentions``."""
-        self.model_runner.observer = ScoreObserver(self.vllm_config, retentions)
-
-    def tangram_take_profile(self) -> list[Any]:
-        """End the profile: kept fractions per sample, ``[S][R][L][H]`` nested lists."""
-        observer, self.model_runner.observer = self.model_runner.observer, None
-        assert observer is not None, "no profile was started"
-        return observer.kept_fractions()

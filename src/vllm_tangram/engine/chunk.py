@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several new tokens of one request in a step, as scorers and the profiler see them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm_tangram.compression import ChunkContext
+from vllm_tangram.config import TangramConfig
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a prompt, or generated tokens replayed after a preemption.
+
+    Attributes:
+        first: index of its first token in the batch.
+        num_tokens: T.
+        position: position of its first token in the request.
+        request: index of the request in the batch.
+
+    """
+
+    first: int
+    num_tokens: int
+    position: int
+    request: int
+
+    @property
+    def tokens(self) -> slice:
+        """Its tokens in the batch."""
+        return slice(self.first, self.first + self.num_tokens)
+
+    def protect_head(self, config: TangramConfig) -> int:
+        """First tokens of the chunk that are sinks."""
+        return max(0, min(config.sinks - self.position, self.num_tokens))
+
+    def protect_tail(self, config: TangramConfig) -> int:
+        """Last tokens of the chunk that are its window."""
+        return min(config.window, self.num_tokens)
+
+    def context(self, config: TangramConfig, scale: float) -> ChunkContext:
+        """What a scorer may know."""
+        return ChunkContext(sinks=config.sinks, window=config.window, scale=scale, start=self.position)

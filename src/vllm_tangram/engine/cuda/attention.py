@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over head-group pages on CUDA.
+
+Decode is one kernel of ours per layer, which also writes the new token. Prefill is FlashAttention over the chunk,
+joined with FlashAttention over what earlier chunks kept: the pool ``[num_pages, G, block, 2 * d]`` is then read as
+``num_pages * G`` blocks of one head. Memory of a step: one layer's scores (4 bytes per KV head and token) and places
+(as many), and for each row that continues a prompt its queries and attention once more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend, MultipleOf
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAttentionImpl
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_tangram.attention.decode import decode_attention
+from vllm_tangram.attention.prefill import LayerHeads, merge_retained, retained_blocks, select, write_tokens
+from vllm_tangram.compression import Scorer
+from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.cuda.metadata import (
+    DecodeStep,
+    HeadGroupMetadata,
+    HeadGroupMetadataBuilder,
+    History,
+    PrefillStep,
+)
+
+
+class HeadGroupCUDABackend(FlashAttentionBackend):
+    """FlashAttention's backend with head-group pages; attention layers get it after the model is loaded."""
+
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_impl_cls() -> type[HeadGroupCUDAAttention]:
+        return HeadGroupCUDAAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[HeadGroupMetadataBuilder]:
+        return HeadGroupMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)  # a page column must be one run of memory
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        return AttentionBackend.customize_spec.__func__(cls, spec)  # FlashAttention's own packing is not ours
+
+
+class HeadGroupCUDAAttention(FlashAttentionImpl):
+    """One layer.
+
+    Args:
+        stock: vLLM's implementation of the layer, whose settings are taken over.
+        index: layer, 0-based.
+        heads: groups and columns of its KV heads.
+        config: options.
+        scorer: ranks the tokens of a chunk.
+
+    """
+
+    def __init__(
+        self,
+        stock: FlashAttentionImpl,
+        *,
+        index: int,
+        heads: LayerHeads,
+        config: TangramConfig,
+        scorer: Scorer,
+    ) -> None:
+        self.__dict__.update(stock.__dict__)
+        self.index = index
+        self.heads = heads
+        self.config = config
+        self.scorer = scorer
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: HeadGroupMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, compress and write one layer of a step.
+
+        Args:
+            layer: vLLM's attention module.
+            query: ``[num_tokens, Hq, d]`` after RoPE.
+            key: ``[num_tokens, H, d]`` after RoPE.
+            value: ``[num_tokens, H, d]``.
+            kv_cache: the page pool.
+            attn_metadata: the step; None while memory is profiled.
+            output: ``[num_tokens, Hq, d]``, written.
+            output_scale: unused, quantised outputs are refused by vLLM for this backend.
+            output_block_scale: likewise.
+
+        """
+        if attn_metadata is None:
+            return output.fill_(0)
+        if attn_metadata.decode is not None:
+            self._decode(attn_metadata.decode, query, key, value, kv_cache, output)
+        if attn_metadata.prefill is not None:
+            tokens = slice(0, attn_metadata.num_tokens)
+            self._prefill(
+                attn_metadata.prefill,
+                attn_metadata,
+                query[tokens],
+                key[tokens],
+                value[tokens],
+                kv_cache,
+                output[tokens],
+            )
+        return output
+
+    def _decode(
+        self, step: DecodeStep, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, output: Tensor
+    ) -> None:
+        n = step.num_rows
+        decode_attention(
+            query[:n],
+            key[:n],
+            value[:n],
+            pool,
+            output[:n],
+            batch=step.batch,
+            work=step.work[self.index],
+            scratch=step.scratch,
+            scale=self.scale,
+        )
+
+    def _prefill(
+        self,
+        step: PrefillStep,
+        metadata: HeadGroupMetadata,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pool: Tensor,
+        output: Tensor,
+    ) -> None:
+        rows = slice(step.first, None)
+        _, lse = fa_utils.flash_attn_varlen_func(
+            query[rows],
+            key[rows],
+            value[rows],
+            max_seqlen_q=step.rows.max_tokens,
+            cu_seqlens_q=step.starts,
+            max_seqlen_k=step.rows.max_tokens,
+            cu_seqlens_k=step.starts,
+            softmax_scale=self.scale,
+            causal=True,
+            fa_version=self.vllm_flash_attn_version,
+            return_softmax_lse=True,
+            out=output[rows],
+        )
+        for history in step.histories:
+            chunk = step.chunks[history.index]
+            local = slice(chunk.first - step.first, chunk.first - step.first + chunk.num_tokens)
+            self._attend_history(
+                history, step, metadata, query[chunk.tokens], pool, output[chunk.tokens], lse[:, local]
+            )
+        observer = metadata.observer
+        scores = torch.empty(self.num_kv_heads, len(key), dtype=torch.float32, device=key.device)
+        for chunk in step.scored if observer is None else step.chunks:
+            q, k, v = query[chunk.tokens], key[chunk.tokens], value[chunk.tokens]
+            scores[:, chunk.tokens] = self.scorer.score(q, k, v, chunk.context(self.config, self.scale))
+            if observer is not None:
+                observer.observe(self.index, chunk, scores[:, chunk.tokens])
+        places = torch.empty(self.num_kv_heads, len(key), dtype=torch.int32, device=key.device)
+        select(scores, places, rows=step.rows, heads=self.heads)
+        write_tokens(
+            key, value, places, pool, rows=step.rows, flat=metadata.flat, pages=metadata.pages, heads=self.heads
+        )
+
+    def _attend_history(
+        self,
+        history: History,
+        step: PrefillStep,
+        metadata: HeadGroupMetadata,
+        query: Tensor,
+        pool: Tensor,
+        output: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Let the queries of a row also attend to what its request retained, and join both in ``output``."""
+        num_pages, group_size, block_size, _ = pool.shape
+        num_tokens, num_heads = len(query), self.num_kv_heads
+        blocks = torch.empty(num_heads, -(-history.max_before // block_size), dtype=torch.int32, device=pool.device)
+        retained_blocks(
+            blocks,
+            history.index,
+            rows=step.rows,
+            flat=metadata.flat,
+            pages=metadata.pages,
+            heads=self.heads,
+            group_size=group_size,
+        )
+        # Head-major: one sequence per KV head.
+        queries = query.view(num_tokens, num_heads, -1, self.head_size).transpose(0, 1).flatten(0, 1)
+        cache = pool.view(num_pages * group_size, block_size, 1, 2 * self.head_size)
+        retained, retained_lse = fa_utils.flash_attn_varlen_func(
+            queries,
+            cache[..., : self.head_size],
+            cache[..., self.head_size :],
+            max_seqlen_q=num_tokens,
+            cu_seqlens_q=history.starts,
+            max_seqlen_k=history.max_before,
+            seqused_k=step.rows.before[history.index].index_select(0, self.heads.group),
+            block_table=blocks,
+            softmax_scale=self.scale,
+            causal=False,
+            fa_version=self.vllm_flash_attn_version,
+            return_softmax_lse=True,
+        )
+        merge_retained(
+            output,
+            lse,
+            retained.view(num_heads, num_tokens, -1, self.head_size),
+            retained_lse,
+            history.index,
+            rows=step.rows,
+            heads=self.heads,
+        )

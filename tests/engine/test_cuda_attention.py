@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The CUDA attention path on the CPU: kernels in Triton's interpreter, FlashAttention replaced by its definition.
+
+Random steps of several requests, chunks and decodes mixed, against a dense reference that keeps every head's tokens in
+plain lists.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from vllm.v1.attention.backends import fa_utils
+
+from vllm_tangram.attention import ragged_attention
+from vllm_tangram.attention.prefill import LayerHeads
+from vllm_tangram.budget import RetentionPlan
+from vllm_tangram.compression import get_scorer, select_tokens
+from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention
+from vllm_tangram.engine.cuda.metadata import HeadGroupMetadataBuilder
+from vllm_tangram.engine.cuda.splits import DecodeSplits
+from vllm_tangram.pages.device import DevicePages
+
+LAYERS, HEADS, RATIO, DIM, BLOCK, CHUNK, MAX_LEN = 2, 3, 2, 16, 16, 64, 256
+SCALE = 0.3
+SLOTS = 4
+
+
+def flash_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    causal: bool,
+    softmax_scale: float,
+    cu_seqlens_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a packed batch by definition; an empty sequence gives NaN, which must not be looked at."""
+    result = torch.empty_like(q) if out is None else out
+    lse = torch.empty(q.shape[1], len(q))
+    for i in range(len(cu_seqlens_q) - 1):
+        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
+        if block_table is None:
+            assert cu_seqlens_k is not None
+            part = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
+            keys, values = k[part], v[part]
+        else:
+            assert seqused_k is not None
+            length = int(seqused_k[i])
+            blocks = block_table[i].long()[: -(-length // k.shape[1])]
+            keys, values = k[blocks].flatten(0, 1)[:length], v[blocks].flatten(0, 1)[:length]
+        group = q.shape[1] // k.shape[-2]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        logits = torch.einsum("qhd,khd->hqk", q[rows].double(), keys.double()) * softmax_scale
+        if causal:
+            logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), float("-inf"))
+        lse[:, rows] = logits.logsumexp(-1).float()
+        result[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values.double()).to(q.dtype)
+    return result, lse
+
+
+class Request:
+    """Its tokens' tensors, drawn beforehand, and what the reference keeps of them."""
+
+    def __init__(self, slot: int, prompt_len: int, retention: float, generator: torch.Generator) -> None:
+        self.slot, self.prompt_len, self.retention = slot, prompt_len, retention
+        self.computed = 0
+        self.pages = 0
+        size = prompt_len + 80
+        self.query = torch.randn(LAYERS, size, HEADS * RATIO, DIM, generator=generator)
+        self.key = torch.randn(LAYERS, size, HEADS, DIM, generator=generator)
+        self.value = torch.randn(LAYERS, size, HEADS, DIM, generator=generator)
+        empty = torch.empty(0, DIM)
+        self.kept = [[(empty, empty) for _ in range(HEADS)] for _ in range(LAYERS)]
+
+    @property
+    def next_tokens(self) -> int:
+        if self.computed >= self.prompt_len:
+            return 1
+        return min(CHUNK - self.computed % CHUNK, self.prompt_len - self.computed)
+
+
+class Engine:
+    """Page allocation and batching as vLLM does them, around two layers."""
+
+    def __init__(self, group_size: int, scorer: str) -> None:
+        self.config = TangramConfig.parse(
+            {"budgets": "uniform", "retention": 0.5, "chunk_size": CHUNK, "window": 8, "sinks": 2, "scorer": scorer}
+            | {"page_group_size": group_size}
+        )
+        self.plan = RetentionPlan(
+            self.config, None, num_layers=LAYERS, num_kv_heads=HEADS, block_size=BLOCK, max_tokens=MAX_LEN
+        )
+        # Budgets are uniform without a profile; shuffled groups make heads of a layer live in different ones.
+        groups = self.plan.groups
+        order = np.random.default_rng(1).permutation(LAYERS * HEADS)
+        groups.group[:] = (order // group_size).reshape(LAYERS, HEADS)
+        groups.column[:] = (order % group_size).reshape(LAYERS, HEADS)
+        num_groups, device = self.plan.num_groups, torch.device("cpu")
+        self.pages = DevicePages(SLOTS, num_groups, MAX_LEN // BLOCK, BLOCK, 3, device)
+        self.pool = torch.full((400, group_size, BLOCK, 2 * DIM), float("nan"))
+        self.free = np.random.default_rng(2).permutation(np.arange(1, 400)).tolist()
+        self.runner: Any = SimpleNamespace(
+            plan=self.plan,
+            pages=self.pages,
+            flat=torch.zeros(SLOTS, 4 * num_groups * MAX_LEN // BLOCK, dtype=torch.int32),
+            requests=torch.full((SLOTS,), -1, dtype=torch.int32),
+            schedules={},
+            observer=None,
+            req_states=SimpleNamespace(
+                num_computed_tokens_np=np.zeros(SLOTS, np.int32),
+                prompt_len=SimpleNamespace(np=np.zeros(SLOTS, np.int32)),
+            ),
+            max_num_reqs=SLOTS,
+            compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
+            parallel_config=None,
+            device=device,
+            dtype=torch.float32,
+            model_config=SimpleNamespace(
+                get_num_attention_heads=lambda _: HEADS * RATIO,
+                get_num_kv_heads=lambda _: HEADS,
+                get_head_size=lambda: DIM,
+            ),
+        )
+        self.runner.splits = DecodeSplits(self.runner)
+        self.runner.splits.__dict__["resident"] = 5  # asked of the driver where there is one
+        self.builder = HeadGroupMetadataBuilder.__new__(HeadGroupMetadataBuilder)
+        self.builder.num_kv_heads, self.builder.device = HEADS, device
+        self.builder.bind(self.runner)
+        stock: Any = SimpleNamespace(
+            num_heads=HEADS * RATIO, num_kv_heads=HEADS, head_size=DIM, scale=SCALE, vllm_flash_attn_version=3
+        )
+        self.scorer = get_scorer(scorer)
+        self.layers = [
+            HeadGroupCUDAAttention(
+                stock,
+                index=index,
+                heads=LayerHeads(torch.from_numpy(groups.group[index]), torch.from_numpy(groups.column[index])),
+                config=self.config,
+                scorer=self.scorer,
+            )
+            for index in range(LAYERS)
+        ]
+
+    def admit(self, request: Request) -> None:
+        slot = request.slot
+        self.runner.schedules[slot] = self.plan.schedule(request.retention)
+        self.runner.req_states.prompt_len.np[slot] = request.prompt_len
+        self.pages.open(slot, request.prompt_len, self.runner.schedules[slot])
+
+    def step(self, batch: list[Request], padding: int = 0) -> None:
+        """One step of the requests, decodes first; checks every layer's output."""
+        batch = sorted(batch, key=lambda request: (request.next_tokens != 1, request.next_tokens))
+        lens = [request.next_tokens for request in batch]
+        for request in batch:
+            need = self.runner.schedules[request.slot].num_pages(
+                request.computed + request.next_tokens, request.prompt_len
+            )
+            for place in range(request.pages, need):
+                self.runner.flat[request.slot, place] = self.free.pop()
+            request.pages = need
+            self.runner.req_states.num_computed_tokens_np[request.slot] = request.computed
+        self.runner.requests[:] = torch.tensor([r.slot for r in batch] + [-1] * (SLOTS - len(batch)))
+        starts = torch.tensor(np.concatenate([[0], np.cumsum(lens), [sum(lens)] * padding]), dtype=torch.int32)
+        seq_lens = [request.computed + n for request, n in zip(batch, lens, strict=True)]
+        metadata = self.builder.build(
+            0,
+            SimpleNamespace(
+                num_reqs=len(batch) + padding,
+                max_query_len=max(lens),
+                query_start_loc_cpu=starts,
+                seq_lens=torch.tensor(seq_lens + [0] * padding, dtype=torch.int32),
+                req_idx=np.array([request.slot for request in batch]),
+                num_actual_tokens=sum(lens) + padding,
+            ),
+        )
+        for layer, impl in enumerate(self.layers):
+            parts = [
+                torch.cat(
+                    [getattr(r, name)[layer, r.computed : r.computed + n] for r, n in zip(batch, lens, strict=True)]
+                    + [torch.zeros(padding, heads, DIM)]
+                )
+                for name, heads in (("query", HEADS * RATIO), ("key", HEADS), ("value", HEADS))
+            ]
+            output = torch.full((sum(lens) + padding, HEADS * RATIO, DIM), float("nan"))
+            impl.forward(None, *parts, self.pool, metadata, output)
+            for request, n, first in zip(batch, lens, starts.tolist(), strict=False):
+                self._check(layer, request, n, output[first : first + n])
+        for request, n in zip(batch, lens, strict=True):
+            request.computed += n
+
+    def _check(self, layer: int, request: Request, n: int, output: torch.Tensor) -> None:
+        new = slice(request.computed, request.computed + n)
+        query, key, value = request.query[layer, new], request.key[layer, new], request.value[layer, new]
+        held = request.kept[layer]
+        keys = [torch.cat([held[h][0], key[:, h]]) for h in range(HEADS)]
+        values = [torch.cat([held[h][1], value[:, h]]) for h in range(HEADS)]
+        expected = ragged_attention(query, keys, values, SCALE)
+        torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
+        schedule = self.runner.schedules[request.slot]
+        lengths = schedule.lengths(request.computed + n, request.prompt_len) - schedule.lengths(
+            request.computed, request.prompt_len
+        )
+        keep = lengths[self.plan.groups.group[layer]]
+        if (keep == n).all():
+            chosen = torch.arange(n).repeat(HEADS)
+        else:
+            scores = self.scorer.score(query, key, value, context(self.config, request))
+            chosen = select_tokens(
+                scores,
+                keep.tolist(),
+                protect_head=max(0, min(self.config.sinks - request.computed, n)),
+                protect_tail=min(self.config.window, n),
+            )
+        for h, tokens in enumerate(chosen.split(keep.tolist())):
+            request.kept[layer][h] = (
+                torch.cat([held[h][0], key[tokens, h]]),
+                torch.cat([held[h][1], value[tokens, h]]),
+            )
+
+
+def context(config: TangramConfig, request: Request) -> Any:
+    from vllm_tangram.compression import ChunkContext
+
+    return ChunkContext(sinks=config.sinks, window=config.window, scale=SCALE, start=request.computed)
+
+
+@pytest.mark.parametrize(("group_size", "scorer"), [(1, "keydiff"), (4, "snapkv")])
+def test_steps_equal_a_dense_reference(group_size: int, scorer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    generator = torch.Generator().manual_seed(group_size)
+    engine = Engine(group_size, scorer)
+    first = Request(2, 3 * CHUNK + 1, 0.5, generator)  # its last chunk is one token: a decode row
+    second = Request(0, 90, 0.3, generator)
+    third = Request(3, 40, 1.0, generator)
+    engine.admit(first)
+    engine.step([first])
+    engine.admit(second)
+    engine.step([first, second])
+    engine.admit(third)
+    for _ in range(3):
+        engine.step([first, second, third])
+    engine.step([first, third], padding=1)  # as in a CUDA graph for more rows
+    for _ in range(BLOCK):  # over a page boundary
+        engine.step([first, second, third])
+    engine.runner.pages.close(third.slot)
+    reused = Request(third.slot, 70, 0.4, generator)
+    engine.admit(reused)
+    engine.step([reused, first])
+    engine.step([reused, first])
