@@ -6,7 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -33,18 +33,31 @@ class EngineProcess:
         name: for messages.
         model: path or name.
         ours: head-group pages, or stock vLLM.
-        kv_tokens: KV memory, in tokens of full KV.
         options: further engine options.
+        kv_tokens: KV memory, in tokens of full KV.
+        kv_bytes: KV memory in bytes, instead of ``kv_tokens``.
+        environment: variables of the child, beside those of this process.
 
     """
 
-    def __init__(self, name: str, model: str, *, ours: bool, kv_tokens: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        *,
+        ours: bool,
+        options: dict[str, Any],
+        kv_tokens: int = 0,
+        kv_bytes: int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self._folder = tempfile.TemporaryDirectory(prefix="tangram-", ignore_cleanup_errors=True)
         self._log = Path(self._folder.name) / "log"
         context = multiprocessing.get_context("spawn")  # an engine must not inherit threads
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, str(self._log), model, ours, kv_tokens, options)
+        engine = {"model": model, "ours": ours, "options": options, "kv_tokens": kv_tokens, "kv_bytes": kv_bytes}
+        arguments = (theirs, str(self._log), dict(environment or {}), engine)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -87,11 +100,12 @@ class EngineProcess:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, log: str, model: str, ours: bool, kv_tokens: int, options: dict[str, Any]) -> None:
+def _serve(pipe: Connection, log: str, environment: dict[str, str], engine: dict[str, Any]) -> None:
     """The child: an engine, then calls until the parent closes the pipe."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    os.environ.update(environment)
     # As many threads as vLLM gives its own CPU worker; must be set before torch is loaded.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(len(os.sched_getaffinity(0)) - 1, 1)))
     stepper: EngineStepper | None = None
@@ -104,7 +118,7 @@ def _serve(pipe: Connection, log: str, model: str, ours: bool, kv_tokens: int, o
             if stepper is None:
                 from vllm_tangram.engine.stepper import EngineStepper
 
-                stepper = EngineStepper(model, ours=ours, kv_tokens=kv_tokens, options=options)
+                stepper = EngineStepper(**engine)
             answer = (True, function(stepper, *args, **kwargs))
         except Exception as error:
             answer = (False, error if isinstance(error, TangramError) else f"{type(error).__name__}: {error}")

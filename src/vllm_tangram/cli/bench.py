@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from vllm_tangram.cli import bench_attention, bench_serving
 from vllm_tangram.cli.rendering import console, human_bytes, percent, print_json, table
 from vllm_tangram.errors import TangramError
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from vllm_tangram.bench.decode import DecodeSetup, DecodeTimes
 
 app = typer.Typer(help="Measure beside stock vLLM.", no_args_is_help=True)
+app.command()(bench_attention.attention)
+app.command()(bench_attention.profile)
+for _command in (bench_serving.throughput, bench_serving.groups, bench_serving.prefill, bench_serving.ttft):
+    app.command()(_command)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
