@@ -168,7 +168,7 @@ def test_thousand_mixed_requests(make_engine: Callable[..., Engine], token_ids: 
         retention=0.25, chunk_size=CHUNK, kv_cache_memory_bytes=80 << 20, max_num_seqs=64, max_model_len=4096
     )
     random = Random(0)
-    alive: list[str] = []
+    alive: list[str] = []  # neither answered nor aborted
     aborted = 0
 
     def add(number: int) -> None:
@@ -187,12 +187,13 @@ def test_thousand_mixed_requests(make_engine: Callable[..., Engine], token_ids: 
     added = 0
 
     def before_step(step: int) -> None:
-        nonlocal added, aborted
+        nonlocal added, aborted, alive
         for _ in range(random.randrange(6)):
             if added < 1000:
                 add(added)
                 added += 1
-        if alive and random.random() < 0.2:
+        alive = [name for name in alive if name not in engine.answers]
+        if alive and random.random() < 0.015:  # about ten steps an answer: one abort to six or seven answers
             name = alive.pop(random.randrange(len(alive)))
             engine.llm.llm_engine.abort_request([name])
             aborted += 1
@@ -202,9 +203,11 @@ def test_thousand_mixed_requests(make_engine: Callable[..., Engine], token_ids: 
     answers = engine.run(before_step, more_to_come=lambda: added < 1000, max_steps=50000)
     stats = engine.llm.tangram_stats()
     print(f"{len(answers)} answered, {aborted} aborted, {engine.scheduler.num_preemptions} preemptions; {stats}")
-    assert len(answers) + aborted >= 1000
+    assert len(answers) + aborted == 1000
+    assert len(answers) > 700
     assert engine.scheduler.num_preemptions > 0
     assert engine.free_pages == engine.total_pages
     assert not engine.scheduler.pages.budgets
-    assert sum(engine.runner.pages._users) <= engine.runner.max_num_reqs
-    assert not engine.runner.pages._table_of or len(engine.runner.pages._table_of) <= engine.runner.max_num_reqs
+    engine.ask([token_ids[:3]], 1)  # the worker hears of the last ends with the next request, which may itself stay
+    pages = engine.runner.pages
+    assert sum(pages._users) == len(pages._table_of) <= 1
