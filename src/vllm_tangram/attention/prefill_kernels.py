@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels behind `vllm_tangram.attention.prefill`, which documents the arguments.
 
-Sizes that differ from step to step are not specialised on, so nothing is compiled while requests are served.
+Sizes that differ from step to step are not specialised on, so each kernel is compiled once; `select_kernel` once for
+each class of chunk sizes.
 """
 
 from __future__ import annotations
