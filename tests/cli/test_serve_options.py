@@ -52,7 +52,7 @@ def test_every_option_of_ours_is_there() -> None:
     names = {option: parameter for parameter in command.params for option in parameter.opts}
     for name, field in TangramConfig.model_fields.items():
         parameter = names["--" + name.replace("_", "-")]
-        assert parameter.default == field.default
+        assert parameter.default == (None if name == "chunk_size" else field.default)  # that one depends on the device
         assert parameter.help
 
 

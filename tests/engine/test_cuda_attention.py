@@ -261,3 +261,17 @@ def test_steps_equal_a_dense_reference(group_size: int, scorer: str, monkeypatch
     engine.admit(reused)
     engine.step([reused, first])
     engine.step([reused, first])
+
+
+def test_warming_up_touches_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    engine = Engine(4, "keydiff")
+    engine.pool.fill_(1.0)
+    engine.runner.pages.rows.fill_(1)
+    for num_tokens in (1, 40):
+        parts = [torch.randn(num_tokens, heads, DIM) for heads in (HEADS * RATIO, HEADS, HEADS)]
+        output = torch.full((num_tokens, HEADS * RATIO, DIM), float("nan"))
+        engine.layers[0].forward(None, *parts, engine.pool, engine.builder.nobodys_prefill(num_tokens), output)
+        lists = [part.transpose(0, 1) for part in parts[1:]]
+        torch.testing.assert_close(output.double(), ragged_attention(parts[0], *lists, SCALE), rtol=1e-4, atol=1e-5)
+    assert (engine.pool == 1).all()

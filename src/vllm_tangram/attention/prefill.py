@@ -82,6 +82,11 @@ class PrefillRows:
         return self.first.stride(0), self.before.stride(0)
 
 
+def sizes_to_compile(most_tokens: int) -> list[int]:
+    """Chunk sizes of which each compiles another variant of `select`, for chunks of up to ``most_tokens``."""
+    return [size for size in (1, *(block + 1 for block in SELECT_BLOCKS)) if size <= most_tokens]
+
+
 def select(scores: Tensor, dest: Tensor, *, rows: PrefillRows, heads: LayerHeads) -> None:
     """Choose the tokens that each head keeps: exactly those of `compression.select_tokens`, in one launch.
 

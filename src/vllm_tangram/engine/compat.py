@@ -69,6 +69,7 @@ _V2 = "vllm.v1.worker.gpu.model_runner"
 _CUDA_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", ()),
     ("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ()),
     (_V2, "GPUModelRunner.load_model", ()),
     (_V2, "GPUModelRunner.get_kv_cache_spec", ()),
     (_V2, "GPUModelRunner.initialize_kv_cache", ("kv_cache_config",)),

@@ -151,7 +151,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
             chunk = Chunk(first=first, num_tokens=end - first, position=position, request=num_decodes + p)
             chunks.append(chunk)
             schedule = runner.schedules.get(slot)
-            if schedule is None:  # an invented batch (warm-up): nothing is kept, nothing written
+            if schedule is None:  # a dummy batch: nothing is kept, nothing written
                 packed[p] = 0
                 packed[p, :3] = first, 0, -1
                 continue
@@ -174,17 +174,42 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
                 max_before = max(max_before, longest)
                 ends = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * chunk.num_tokens
                 histories.append(History(p, ends, longest))
+        rows = self._rows(packed, max(chunk.num_tokens for chunk in chunks), max_before)
+        offsets = async_tensor_h2d((starts - starts[0]).astype(np.int32), device=self.device)
+        return PrefillStep(int(starts[0]), tuple(chunks), rows, offsets, tuple(scored), tuple(histories))
+
+    def _rows(self, packed: np.ndarray, max_tokens: int, max_before: int) -> PrefillRows:
         device = async_tensor_h2d(packed, device=self.device)
-        rows = PrefillRows(
+        num_groups = (packed.shape[1] - _HEADER) // 2
+        return PrefillRows(
             first=device[:, 0],
             num_tokens=device[:, 1],
             requests=device[:, 2],
             protect_head=device[:, 3],
             protect_tail=device[:, 4],
-            before=device[:, _HEADER : _HEADER + plan.num_groups],
-            keep=device[:, _HEADER + plan.num_groups :],
-            max_tokens=max(chunk.num_tokens for chunk in chunks),
+            before=device[:, _HEADER : _HEADER + num_groups],
+            keep=device[:, _HEADER + num_groups :],
+            max_tokens=max_tokens,
             max_before=max_before,
         )
-        offsets = async_tensor_h2d((starts - starts[0]).astype(np.int32), device=self.device)
-        return PrefillStep(int(starts[0]), tuple(chunks), rows, offsets, tuple(scored), tuple(histories))
+
+    def nobodys_prefill(self, num_tokens: int) -> HeadGroupMetadata:
+        """A step that continues the prompt of no request: every kernel runs, and no page is read or written.
+
+        For a warm-up: what it compiles no client has to wait for.
+        """
+        runner = self.runner
+        assert runner is not None
+        packed = np.zeros((1, _HEADER + 2 * runner.plan.num_groups), np.int32)
+        packed[0, 2] = -1
+        chunk = Chunk(first=0, num_tokens=num_tokens, position=num_tokens, request=0)
+        starts = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * num_tokens
+        step = PrefillStep(
+            first=0,
+            chunks=(chunk,),
+            rows=self._rows(packed, num_tokens, 1),
+            starts=starts[:2].clone(),
+            scored=(chunk,),
+            histories=(History(0, starts, 1),),
+        )
+        return HeadGroupMetadata(num_tokens, None, step, runner.pages, runner.flat, None)

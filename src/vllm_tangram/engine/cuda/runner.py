@@ -11,7 +11,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-from vllm_tangram.attention.prefill import LayerHeads
+from vllm_tangram.attention.prefill import LayerHeads, sizes_to_compile
 from vllm_tangram.compression import get_scorer
 from vllm_tangram.engine.admission import retention_of
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention, HeadGroupCUDABackend
@@ -113,6 +113,17 @@ class TangramGPUModelRunner(GPUModelRunner):
             for group in groups:
                 group.get_metadata_builder(0).bind(self)
 
+    def warm_up_prefill(self) -> None:
+        """Compile the prefill kernels for chunks of any size; the prompts of vLLM's own warm-up have two tokens."""
+        layer = self.compilation_config.static_forward_context[self.kv_cache_config.kv_cache_groups[0].layer_names[0]]
+        builder = self.attn_groups[0][0].get_metadata_builder(0)
+        for num_tokens in sizes_to_compile(self.max_num_tokens):
+            query, key, value, output = (
+                torch.zeros(num_tokens, heads, layer.head_size, dtype=self.dtype, device=self.device)
+                for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)
+            )
+            layer.impl.forward(layer, query, key, value, layer.kv_cache, builder.nobodys_prefill(num_tokens), output)
+
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         super().add_requests(scheduler_output)
         for new in scheduler_output.scheduled_new_reqs:
@@ -125,6 +136,7 @@ class TangramGPUModelRunner(GPUModelRunner):
         slot = self.req_states.req_id_to_index.get(req_id)
         if slot is not None:
             self.pages.close(slot)
+            self.schedules.pop(slot, None)
         return bool(super()._remove_request(req_id))
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_tangram.engine.compat import check_supported, check_vllm
@@ -28,6 +31,11 @@ class TangramGPUWorker(ProfilingWorker, Worker):
 
     def _make_model_runner(self) -> TangramGPUModelRunner:
         return TangramGPUModelRunner(self.vllm_config, self.device)
+
+    def compile_or_warm_up_model(self) -> Any:
+        with torch.inference_mode():
+            self.model_runner.warm_up_prefill()
+        return super().compile_or_warm_up_model()
 
     def determine_available_memory(self) -> int:
         """What vLLM would give the KV cache, less our tables; memory that the user states goes to pages alone."""
