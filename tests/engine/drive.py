@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,7 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: str | None
+    cached: int = field(default=0, compare=False)  # prompt tokens that were not computed
 
 
 @dataclass
@@ -65,9 +67,13 @@ class Engine:
     ) -> None:
         """Queue a request of exactly ``max_tokens`` tokens, greedy unless ``params`` say otherwise."""
         extra = {} if retention is None else {"extra_args": {"retention": retention}}
-        options = {"temperature": 0, "ignore_eos": True, "logprobs": 1, **extra, **params}
-        sampling = SamplingParams(max_tokens=max_tokens, **options)
+        sampling = self.sampling(max_tokens, **extra, **params)
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": list(ids)}, sampling)
+
+    @staticmethod
+    def sampling(max_tokens: int, **params: Any) -> SamplingParams:
+        """Exactly ``max_tokens`` tokens, greedy unless ``params`` say otherwise."""
+        return SamplingParams(max_tokens=max_tokens, **{"temperature": 0, "ignore_eos": True, "logprobs": 1, **params})
 
     def step(self) -> None:
         """One engine step; finished answers are collected."""
@@ -78,6 +84,7 @@ class Engine:
                     list(completion.token_ids),
                     [max(entry.logprob for entry in step.values()) for step in completion.logprobs],
                     completion.finish_reason,
+                    output.num_cached_tokens or 0,
                 )
 
     def run(
@@ -108,6 +115,16 @@ class Engine:
             self.add(str(number), ids, max_tokens, **params)
         answers = self.run()
         return [answers[str(number)] for number in range(len(prompts))]
+
+
+def check_sessions(sessions: Any) -> None:
+    """No checkpoint has a page that was handed out after its last page: what it holds is what was computed for it."""
+    for checkpoint in sessions.checkpoints():
+        pages = checkpoint.pages[: checkpoint.num_pages]
+        assert len({page.block_id for page in pages}) == len(pages)
+        assert checkpoint.key in sessions._keys_of[pages[-1].block_id]
+        free = [page.ref_cnt == 0 for page in pages]
+        assert free == sorted(free), "a page is free although a later one is used"
 
 
 def external_id(request_id: str) -> str:
@@ -151,9 +168,12 @@ class PageAuditor:
         self.before = {
             request_id: (scheduler.requests[request_id].num_preemptions, ids) for request_id, ids in held.items()
         }
-        everything = [page for ids in held.values() for page in ids]
-        assert len(set(everything)) == len(everything), "a page has two holders"
-        assert self.engine.free_pages == self.engine.total_pages - len(everything)
+        holders = Counter(page for ids in held.values() for page in ids)
+        pool = scheduler.kv_cache_manager.block_pool
+        wrong = [block.block_id for block in pool.blocks[1:] if block.ref_cnt != holders[block.block_id]]
+        assert not wrong, f"pages {wrong} are not held by as many requests as they count"
+        assert self.engine.free_pages == self.engine.total_pages - len(holders)
+        check_sessions(manager.sessions)
         assert manager.pages_reclaimed == 0
         assert set(manager.budgets) == set(scheduler.requests)
         runner.page_table.check_integrity()

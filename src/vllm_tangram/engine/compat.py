@@ -32,6 +32,10 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler._free_blocks", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler._preempt_request", ("request", "timestamp", "drop_stale_output")),
     ("vllm.v1.core.sched.scheduler", "Scheduler.make_stats", ()),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._get_local_prefix_cache_hit", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler._free_request_blocks", ("request",)),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
+    ("vllm.v1.core.block_pool", "BlockPool.unpin_blocks", ("blocks", "on_reuse")),
     (
         "vllm.v1.core.single_type_kv_cache_manager",
         "SingleTypeKVCacheManager.get_num_blocks_to_allocate",
@@ -202,11 +206,6 @@ _REFUSALS: tuple[Refusal, ...] = (
         "--no-scheduler-reserve-full-isl",
         "admission promises that a whole prompt fits",
         _is_set("scheduler_config.scheduler_reserve_full_isl", True),
-    ),
-    Refusal(
-        "--enable-prefix-caching",
-        "compressed pages hold no whole blocks of tokens to hash; sessions are to replace it",
-        _is_set("cache_config.enable_prefix_caching", False),
     ),
     Refusal(
         "--enable-prompt-embeds",

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
+from vllm_tangram.engine.sessions import Checkpoint, SessionCache
+
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.request import Request
 
     from vllm_tangram.budget import EvictionSchedule
 
@@ -22,15 +25,24 @@ class RequestBudget:
     Attributes:
         prompt_len: tokens of the prompt, P; later tokens evict nothing.
         schedule: the eviction schedule at the request's retention.
+        retention: that.
+        chunk_size: prompt tokens compressed at once.
 
     """
 
     prompt_len: int
     schedule: EvictionSchedule
+    retention: float
+    chunk_size: int
 
     def pages(self, num_tokens: int) -> int:
         """Pages held after ``num_tokens`` tokens."""
         return self.schedule.num_pages(num_tokens, self.prompt_len)
+
+    def boundaries(self, num_tokens: int) -> range:
+        """Prompt lengths up to ``num_tokens`` after which the state depends on these tokens alone, longest first."""
+        last = min(num_tokens, self.prompt_len) // self.chunk_size
+        return range(last * self.chunk_size, 0, -self.chunk_size)
 
 
 class HeadGroupManager(SingleTypeKVCacheManager):
@@ -45,6 +57,8 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         super().__init__(*args, **kwargs)
         self.budgets: dict[str, RequestBudget] = {}
         self._promised: dict[str, int] = {}  # pages that the last admission of a request was for
+        self.sessions = SessionCache()
+        self._remembered: dict[str, int] = {}  # tokens of running requests whose states are known
         self.pages_reclaimed = 0  # pages that became unnecessary while their request ran: the design keeps this at 0
 
     def announce(self, request_id: str, budget: RequestBudget) -> None:
@@ -76,11 +90,12 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         prefill_end: int = 0,
     ) -> int:
         """Pages to add for ``num_tokens`` tokens; for an admission also those promised to prompts still in prefill."""
-        held = len(self.req_to_blocks.get(request_id, ()))
+        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         pages = self.budgets[request_id].pages(num_tokens)
         need = pages - held
         if need < 0:
             self.pages_reclaimed -= need
+        need += sum(block.ref_cnt == 0 for block in new_computed_blocks)  # they count as free until they are taken
         if apply_admission_cap:  # vLLM's full-sequence gate: admit only what fits beside all that was admitted before
             need += self.committed_pages()
             self._promised[request_id] = pages  # counts from the first page on that the request gets
@@ -92,20 +107,71 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         new_blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(
             self.budgets[request_id].pages(num_tokens) - len(blocks)
         )
+        self.sessions.handed_out(new_blocks)
         blocks.extend(new_blocks)
         if self._record_new_block_ids:
             self.new_block_ids.extend(block.block_id for block in new_blocks)
         return new_blocks
 
-    def add_local_computed_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """No hits without prefix caching; vLLM calls this only for its bookkeeping."""
+    def remember(self, request: Request) -> None:
+        """Make the states after the chunks that a request has computed findable; those of its running step not yet."""
+        request_id = request.request_id
+        budget, blocks = self.budgets[request_id], self.req_to_blocks.get(request_id)
+        if not self.enable_caching or not blocks:
+            return
+        known = self._remembered.get(request_id, 0)
+        for tokens in budget.boundaries(request.num_computed_tokens):
+            if tokens <= known:
+                break
+            self.sessions.remember(self._key(request, tokens), tokens, blocks, budget.pages(tokens))
+        self._remembered[request_id] = request.num_computed_tokens
+
+    def find(self, request: Request) -> Checkpoint | None:
+        """The longest known state of a prefix of the request's prompt that leaves a token to compute."""
+        boundaries = self.budgets[request.request_id].boundaries(request.num_tokens - 1)
+        return self.sessions.find(self._key(request, tokens) for tokens in boundaries)
+
+    def _key(self, request: Request, tokens: int) -> tuple[bytes, float]:
+        return request.block_hashes[tokens // self.block_size - 1], self.budgets[request.request_id].retention
+
+    def add_local_computed_blocks(
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        num_external_computed_tokens: int,
+    ) -> None:
+        """Begin a request with the pages of a checkpoint."""
+        super().add_local_computed_blocks(
+            request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
+        )
+        self._remembered[request_id] = num_local_computed_tokens
+        self.sessions.reused += bool(num_local_computed_tokens)
+
+    def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """What earlier steps computed can be used by others from now on."""
+        self.remember(request)
+
+    def free(self, request_id: str) -> None:
+        """Give pages back: those of checkpoints to the end of the queue, last page first, the others to its front."""
+        blocks = self.pop_blocks_for_free(request_id)
+        kept = self.sessions.kept_of(blocks)
+        self.block_pool.free_blocks(reversed(blocks[kept:]))
+        self.block_pool.unpin_blocks(reversed(blocks[:kept]), _nothing)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        self._remembered.pop(request_id, None)
+        blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
+        return blocks
 
     def remove_skipped_blocks(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is reclaimed."""
 
-    def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
-        """Head-group pages hold no hashable run of tokens."""
-
     @classmethod
     def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """The scheduler asks ``find``: a hit depends on the request's retention, too."""
         return ([],), 0
+
+
+def _nothing(_: KVCacheBlock) -> None:
+    """Pages tell nobody that they are reused: ``allocate_new_blocks`` sees them all."""

@@ -109,16 +109,12 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
     for name in _OURS:
         if given.get(name, "auto") != "auto":
             raise TangramError(f"--{name.replace('_', '-')} is set by vllm-tangram and cannot be given")
-    if given.get("enable_prefix_caching"):
-        raise TangramError(
-            "--enable-prefix-caching is not supported by vllm-tangram: compressed pages hold no whole blocks of tokens "
-            "to hash"
-        )
     block_size = given.setdefault("block_size", platform.block_size)
     if not platform.takes_block(block_size):
         raise TangramError(f"--block-size must be {platform.block_rule} on {platform.name}, got {block_size}")
     if config.chunk_size % block_size:
         raise TangramError(f"--chunk-size ({config.chunk_size}) must be a multiple of --block-size ({block_size})")
+    given.setdefault("enable_prefix_caching", True)
     given.setdefault("max_num_seqs", _DEFAULT_MAX_NUM_SEQS)
     given.setdefault("max_num_batched_tokens", config.chunk_size + given["max_num_seqs"])
     if platform is _CPU:
@@ -130,7 +126,6 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
     return given | {
         "worker_cls": platform.worker,
         "scheduler_cls": scheduler,
-        "enable_prefix_caching": False,
         "additional_config": (given.get("additional_config") or {}) | {OPTIONS_KEY: config.model_dump()},
     }
 

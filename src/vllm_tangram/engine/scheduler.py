@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
@@ -21,7 +22,6 @@ from vllm_tangram.errors import TangramError
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
 
-    from vllm_tangram.budget import EvictionSchedule
 
 logger = init_logger("vllm.tangram")
 
@@ -54,7 +54,10 @@ class TangramScheduler(Scheduler):
     def add_request(self, request: Request) -> None:
         """Announce the request's page need, cut its generation to what the pool can hold, and queue it."""
         if request.request_id not in self.requests:
-            budget = RequestBudget(request.num_prompt_tokens, self._schedule_of(request))
+            retention = self.plan.quantise(admission.retention_of(self.plan.config, request.sampling_params))
+            budget = RequestBudget(
+                request.num_prompt_tokens, self.plan.schedule(retention), retention, self.plan.config.chunk_size
+            )
             self.pages.announce(request.request_id, budget)
             longest = budget.schedule.max_tokens_within(request.num_prompt_tokens, self._usable_pages())
             # The front end refuses prompts that never fit, and the last token needs no page. Without this bound the
@@ -70,9 +73,6 @@ class TangramScheduler(Scheduler):
                 request.max_tokens = fitting
         super().add_request(request)
 
-    def _schedule_of(self, request: Request) -> EvictionSchedule:
-        return self.plan.schedule(admission.retention_of(self.plan.config, request.sampling_params))
-
     def _usable_pages(self) -> int:
         return int(self.kv_cache_config.num_blocks) - 1  # vLLM keeps block 0 as its null block
 
@@ -82,7 +82,7 @@ class TangramScheduler(Scheduler):
         So what a request keeps, and what it answers, does not depend on who shares its steps.
         """
         prompt_len = request.num_prompt_tokens
-        if num_computed_tokens == 0 and not self._retention_fits(request):
+        if request.status != RequestStatus.RUNNING and not self._retention_fits(request):
             return 0
         if num_computed_tokens >= prompt_len:
             return num_new_tokens
@@ -90,6 +90,25 @@ class TangramScheduler(Scheduler):
         end = min((num_computed_tokens // chunk_size + 1) * chunk_size, prompt_len)
         chunk = end - num_computed_tokens
         return chunk if num_new_tokens >= chunk else 0
+
+    def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
+        """Begin with the longest compressed prefix that is still there."""
+        manager = self.kv_cache_manager
+        found = self.pages.find(request) if manager.prefix_cache_lookup_enabled(request) else None
+        if found is None:
+            return manager.empty_kv_cache_blocks, 0, 0, False
+        return KVCacheBlocks((list(found.pages[: found.num_pages]),)), found.tokens, 0, False
+
+    def _free_request_blocks(self, request: Request) -> None:
+        """When a request ends or is preempted, what its prompt was compressed to stays findable."""
+        self.pages.remember(request)
+        super()._free_request_blocks(request)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        done = bool(super().reset_prefix_cache(*args, **kwargs))
+        if done:
+            self.pages.sessions.clear()
+        return done
 
     def _retention_fits(self, request: Request) -> bool:
         """Whether workers have room for the request's retention beside those of the requests that run."""

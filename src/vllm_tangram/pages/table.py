@@ -195,7 +195,8 @@ class PageTable:
         return np.concatenate([after(block)[:group], after(block - 1)[group:]])
 
     def check_integrity(self) -> None:
-        """Check that every open slot holds what the birth order says and that no page has two holders.
+        """Check that every open slot holds what the birth order says, and that requests share pages only where both
+        have them at the same place: what they share is a compressed prefix.
 
         Slow; for tests.
 
@@ -209,10 +210,10 @@ class PageTable:
             if held.sum() != self._ingested[slot]:
                 raise AssertionError(f"slot {slot} read {self._ingested[slot]} pages but places {held.sum()}")
             for group, count in enumerate(held.tolist()):
-                for page in self.pages[slot, group, :count].tolist():
-                    if page in holder:
-                        raise AssertionError(f"page {page} belongs to {holder[page]} and to {(slot, group)}")
-                    holder[page] = (slot, group)
+                for index, page in enumerate(self.pages[slot, group, :count].tolist()):
+                    place = holder.setdefault(page, (group, index))
+                    if place != (group, index):
+                        raise AssertionError(f"page {page} is at {place} and, in slot {slot}, at {(group, index)}")
 
 
 def compile_kernels() -> None:
