@@ -275,3 +275,22 @@ def test_warming_up_touches_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
         lists = [part.transpose(0, 1) for part in parts[1:]]
         torch.testing.assert_close(output.double(), ragged_attention(parts[0], *lists, SCALE), rtol=1e-4, atol=1e-5)
     assert (engine.pool == 1).all()
+
+
+def test_a_fork_begins_with_the_pages_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a request retained after whole chunks serves another one with the same prefix, both running on."""
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    generator = torch.Generator().manual_seed(5)
+    engine = Engine(4, "keydiff")
+    first, fork = Request(1, 180, 0.5, generator), Request(0, 150, 0.5, generator)
+    for name in ("query", "key", "value"):
+        getattr(fork, name)[:, : 2 * CHUNK] = getattr(first, name)[:, : 2 * CHUNK]
+    engine.admit(first)
+    engine.step([first])
+    engine.step([first])
+    engine.admit(fork)
+    engine.runner.flat[fork.slot] = engine.runner.flat[first.slot]
+    fork.computed, fork.pages = first.computed, first.pages
+    fork.kept = [list(layer) for layer in first.kept]
+    for _ in range(4):
+        engine.step([first, fork])

@@ -55,6 +55,7 @@ def test_alone_and_among_others(
 ) -> None:
     engine = make_engine(scorer=scorer, profile=skewed_profile(scorer), **SMALL)
     prompt = token_ids[5000:5450]
+    assert engine.llm.llm_engine.reset_prefix_cache()  # what is taken over from earlier requests is not chosen again
     with recorded(engine, "probe") as alone:
         engine.add("probe", prompt, 24)
         expected = engine.run()["probe"]
@@ -76,6 +77,7 @@ def test_alone_and_among_others(
         if step == 6:
             engine.add("probe", prompt, 24)
 
+    assert engine.llm.llm_engine.reset_prefix_cache()
     with recorded(engine, "probe") as crowded:
         answers = engine.run(before_step, more_to_come=lambda: bool(arrivals))
     assert len(answers) == 17

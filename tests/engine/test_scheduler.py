@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from vllm.v1.request import RequestStatus
+
 from vllm_tangram.engine.scheduler import TangramScheduler
 from vllm_tangram.engine.setup import MAX_RETENTIONS
 
@@ -21,7 +23,7 @@ def test_a_request_waits_while_every_table_of_the_worker_is_in_use() -> None:
 
     def request(name: str, schedule: Any) -> Any:
         scheduler.pages.budgets[name] = SimpleNamespace(schedule=schedule)
-        return SimpleNamespace(request_id=name, num_prompt_tokens=CHUNK)
+        return SimpleNamespace(request_id=name, num_prompt_tokens=CHUNK, status=RequestStatus.WAITING)
 
     scheduler: Any = TangramScheduler.__new__(TangramScheduler)
     scheduler.plan = SimpleNamespace(config=SimpleNamespace(chunk_size=CHUNK))
@@ -36,7 +38,10 @@ def test_a_request_waits_while_every_table_of_the_worker_is_in_use() -> None:
     assert (tokens(known), tokens(another)) == (CHUNK, CHUNK)
     scheduler.running += [request("last", schedules[-2]), request("twice", schedules[0])]
     assert (tokens(known), tokens(another)) == (CHUNK, 0)
+    assert scheduler._reserve_prefill_lookahead(another, CHUNK // 2, CHUNK) == 0, "nor with a prefix of another"
+    another.status = RequestStatus.RUNNING
     started = scheduler._reserve_prefill_lookahead(another, CHUNK, 1)
     assert started == 1, "a request that runs is never held back"
+    another.status = RequestStatus.PREEMPTED
     scheduler.running.pop(1)  # the only one of its retention
     assert tokens(another) == CHUNK

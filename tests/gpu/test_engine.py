@@ -162,6 +162,23 @@ def test_graphs_equal_eager_below_retention_one(make_engine: Callable[..., Engin
     assert found <= 2 * allowed + 0.005
 
 
+def test_a_turn_begins_with_the_pages_of_the_one_before(
+    make_engine: Callable[..., Engine], token_ids: list[int]
+) -> None:
+    """Nobody else's salt hides what is there: the same chunks are then computed anew, and the answers are the same."""
+    engine = make_engine(**COMPRESSED)
+    first, second = token_ids[:4500], token_ids[:4700]
+    engine.ask([first], 4)
+    [reused] = engine.ask([second], 24)
+    assert reused.cached == 2 * CHUNK
+    prompt = {"prompt_token_ids": second, "cache_salt": "mine"}
+    engine.llm.llm_engine.add_request("anew", prompt, engine.sampling(24))
+    anew = engine.run()["anew"]
+    assert anew.cached == 0
+    assert reused.tokens == anew.tokens
+    assert reused.logprobs == pytest.approx(anew.logprobs, abs=0.02)
+
+
 def test_thousand_mixed_requests(make_engine: Callable[..., Engine], token_ids: list[int]) -> None:
     """Many lengths and retentions, random aborts, preemptions for lack of pages; all pages are back at the end."""
     engine = make_engine(
