@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from click.testing import Result
 from typer.testing import CliRunner
 
 from vllm_tangram.cli.app import app
@@ -49,8 +51,11 @@ class Server:
         return self.metric("tangram:pages", f'state="{state}"')
 
     def chat(self, text: str, *, max_tokens: int = 4, **options: Any) -> Any:
+        return self.chat_on([{"role": "user", "content": text}], max_tokens=max_tokens, **options)
+
+    def chat_on(self, messages: list[Any], *, max_tokens: int = 4, **options: Any) -> Any:
         return self.client.chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": text}], max_tokens=max_tokens, temperature=0, **options
+            model=MODEL, messages=messages, max_tokens=max_tokens, temperature=0, **options
         )
 
     def wait_until_idle(self) -> None:
@@ -72,7 +77,7 @@ def server(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         port = free.getsockname()[1]
     ours = "--retention 0.25 --budgets=uniform --chunk-size 512"
     vllms = f"--port {port} --host=127.0.0.1 --kv-cache-memory-bytes 60000000 --max-model-len=4096 --max-num-seqs 8"
-    more = f"--served-model-name {MODEL} --enforce-eager"
+    more = f"--served-model-name {MODEL} --enforce-eager --enable-prompt-tokens-details"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the other tests' engines run in one process, this one not
     log = tmp_path_factory.mktemp("server") / "log"
@@ -229,3 +234,43 @@ def test_chat_command(server: Server, tmp_path: Path) -> None:
     assert prompts[0] < prompts[1] < prompts[0] + 100  # the second asks with the first turn before it
     assert prompts[2] == pytest.approx(prompts[0], abs=20)  # /reset: the document alone
     assert float(figures[0][1]) < 40 < float(figures[1][1])
+
+
+def test_sessions(server: Server) -> None:
+    """A second turn begins with what the first one left; that is listed and dropped, over HTTP and by the command."""
+
+    def run(*arguments: str) -> Result:
+        return CliRunner().invoke(app, ["sessions", *arguments])
+
+    url = f"{server.url}/v1"
+    assert server.http.delete("/v1/tangram/sessions").status_code == 200
+    messages = [{"role": "user", "content": LONG}]
+    reused = server.metric("tangram:sessions_reused")
+    first = server.chat_on(messages, max_tokens=20)
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    messages += [
+        {"role": "assistant", "content": first.choices[0].message.content},
+        {"role": "user", "content": "And now?"},
+    ]
+    second = server.chat_on(messages)
+    assert second.usage.prompt_tokens_details.cached_tokens == first.usage.prompt_tokens // 512 * 512 > 0
+    assert server.metric("tangram:sessions_reused") == reused + 1
+    assert server.metric("tangram:sessions") == first.usage.prompt_tokens // 512
+    assert server.metric("tangram:sessions_evicted") >= 0
+
+    [session] = server.http.get("/v1/tangram/sessions").json()["data"]
+    assert session["tokens"] == second.usage.prompt_tokens // 512 * 512
+    assert session["bytes"] == session["pages"] * server.metric("tangram:page_bytes")
+    assert json.loads(run("--url", url, "--json").stdout)["sessions"][0]["id"] == session["id"]
+    listed = run("--url", url).stdout
+    assert session["id"] in listed
+    assert f"{session['tokens']:,}" in listed
+    unknown = run("drop", "f" * 16, session["id"], "--url", url)
+    assert unknown.exit_code == 2
+    assert unknown.stderr.startswith(f"error: there is no session {'f' * 16} at {url}; nothing was dropped")
+    assert server.http.delete(f"/v1/tangram/sessions/{'f' * 16}").status_code == 404
+    assert run("--url", url, "drop", session["id"]).stdout == "1 dropped\n"
+    assert run("--url", url).stdout == f"no sessions at {url}\n"
+    assert server.chat_on(messages).usage.prompt_tokens_details.cached_tokens == 0
+    assert run("drop", "--all", "--url", url).stdout == "1 dropped\n"
+    assert server.http.get("/v1/tangram/sessions").json()["data"] == []

@@ -10,6 +10,8 @@ from random import Random
 import pytest
 from tests.engine.drive import SMALL, Answer, Engine, PageAuditor
 
+from vllm_tangram.errors import TangramError
+
 pytestmark = pytest.mark.engine
 
 CHUNK = SMALL["chunk_size"]
@@ -113,6 +115,55 @@ def test_another_salt_or_retention_or_prefix_is_no_hit(start: Start, token_ids: 
     assert hits(engine) == before + 2
     engine.ask([prompt[: 2 * CHUNK]], 2)  # one token must be left to compute: only the first chunk is taken over
     assert hits(engine) == before + 3
+
+
+def test_sessions_are_listed_counted_and_dropped(start: Start, token_ids: list[int]) -> None:
+    engine = start()
+    assert engine.llm.llm_engine.reset_prefix_cache()
+    assert engine.llm.tangram_sessions() == []
+    document = token_ids[30000 : 30000 + 2 * CHUNK]
+    first, second = [document + token_ids[7000 + 500 * i : 7000 + 500 * i + CHUNK + 40] for i in range(2)]
+    before = engine.llm.tangram_stats()
+    engine.ask([first], 2)
+    engine.ask([second], 2)
+    stats = engine.llm.tangram_stats()
+    assert stats["sessions"] == 4
+    assert stats["sessions_reused"] == before["sessions_reused"] + 1
+    assert stats["sessions_evicted"] == before["sessions_evicted"]
+    last, other = engine.llm.tangram_sessions()
+    pages = engine.scheduler.plan.schedule(0.25).num_pages(3 * CHUNK, len(first))
+    for session in (last, other):
+        assert (session["tokens"], session["retention"], session["hits"]) == (3 * CHUNK, 0.25, 1)
+        assert (session["pages"], session["bytes"]) == (pages, pages * stats["page_bytes"])
+    assert 0 <= last["idle_seconds"] < other["idle_seconds"]
+
+    with pytest.raises(TangramError, match="there is no session 0123456789abcdef"):
+        engine.llm.tangram_drop_sessions([last["id"], "0123456789abcdef"])
+    with pytest.raises(TangramError, match="takes a list of ids"):
+        engine.llm.tangram_drop_sessions(last["id"])
+    assert len(engine.llm.tangram_sessions()) == 2
+    assert engine.llm.tangram_drop_sessions([last["id"]]) == 1
+    assert engine.ask([second], 2)[0].cached == 2 * CHUNK, "the other document begins with it, too"
+    assert engine.ask([first], 2)[0].cached == 3 * CHUNK
+    engine.add("running", first, 5)
+    engine.step()
+    assert engine.llm.tangram_drop_sessions() == 2
+    assert engine.llm.tangram_sessions() == []
+    running = engine.run()["running"]
+    assert running.cached == 3 * CHUNK
+    again = engine.ask([first], 5)[0]
+    assert again.cached == 0
+    assert_same(again, running)
+    assert len(engine.llm.tangram_sessions()) == 1
+    assert engine.llm.llm_engine.reset_prefix_cache()
+    assert engine.llm.tangram_sessions() == []
+
+
+def test_an_engine_without_prefix_caching_has_no_sessions(start: Start) -> None:
+    engine = start(enable_prefix_caching=False)
+    for call in (engine.llm.tangram_sessions, engine.llm.tangram_drop_sessions):
+        with pytest.raises(TangramError, match="enable_prefix_caching=False"):
+            call()
 
 
 def test_turns_forks_and_aborts_in_a_pool_that_is_too_small(start: Start, token_ids: list[int]) -> None:

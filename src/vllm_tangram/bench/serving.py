@@ -94,6 +94,8 @@ class Setup:
         chunk_size: prompt tokens that a step of any engine takes, and that ours compresses at once.
         enforce_eager: no compilation, no CUDA graphs.
         options: further options of ours.
+        step_tokens: prompt tokens that a step of any engine takes, instead of ``chunk_size``.
+        prefix_caching: stock vLLM's prefix cache and our sessions. Off where prompts have nothing in common.
 
     """
 
@@ -105,9 +107,11 @@ class Setup:
     chunk_size: int
     enforce_eager: bool
     options: dict[str, Any] = field(default_factory=dict)
+    step_tokens: int | None = None
+    prefix_caching: bool = False
 
     def start(self, engine: Engine, max_model_len: int) -> EngineProcess:
-        """The engine's process. Prompts have nothing in common, so stock vLLM's prefix cache is off.
+        """The engine's process.
 
         Raises:
             TangramError: the model is a shape, and no profile of it is given.
@@ -117,9 +121,9 @@ class Setup:
         options |= {
             "max_model_len": max_model_len,
             "max_num_seqs": self.max_num_seqs,
-            "max_num_batched_tokens": self.chunk_size + self.max_num_seqs,
+            "max_num_batched_tokens": (self.step_tokens or self.chunk_size) + self.max_num_seqs,
             "enforce_eager": self.enforce_eager,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": self.prefix_caching,
             "disable_log_stats": True,
         }
         if not self.enforce_eager:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vllm_tangram.bench.shapes import model_folder, shape_names
+from vllm_tangram.bench.shapes import HeadShape, model_folder, shape_names
 from vllm_tangram.budget import model_fingerprint
 from vllm_tangram.embedded import embedded_model
 from vllm_tangram.errors import TangramError
@@ -50,6 +50,17 @@ def card_kv_bytes(model: str) -> int:
     if left <= 0:
         raise TangramError(f"--kv-gib: must be given for {model}, whose weights leave nothing of an 80 GB card")
     return int(left)
+
+
+def kv_bytes_per_token(model: str) -> int:
+    """Full KV of a token, in 16-bit numbers.
+
+    Raises:
+        TangramError: the model has no folder to read its sizes from.
+
+    """
+    shape = HeadShape.of(model_fingerprint(_config(model), None))
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * 2
 
 
 def kv_heads(model: str) -> int:

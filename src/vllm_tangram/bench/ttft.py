@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from vllm_tangram.bench.process import EngineProcess
 from vllm_tangram.bench.serving import Engine, Setup, Started, random_prompt, run_alone, run_engines
 
 if TYPE_CHECKING:
-    from vllm_tangram.engine.stepper import EngineStepper
+    from vllm_tangram.engine.stepper import Advance, EngineStepper
 
 _LONGEST_SLEEP = 0.01  # seconds: an idle engine looks for arrivals this often
 
@@ -112,24 +113,65 @@ def first_tokens(stepper: EngineStepper, arrivals: Arrivals, rate: float) -> Fir
     """Run in the engine's process, in real time, until every request has its first token."""
     random = Random(0)
     due = arrivals.times(rate)
-    prompts = [random_prompt(random, arrivals.prompt_tokens) for _ in due]
+    queue = [
+        Due(seconds, str(number), random_prompt(random, arrivals.prompt_tokens), arrivals.output_tokens)
+        for number, seconds in enumerate(due)
+    ]
     first: dict[str, float] = {}
-    added = active = most = 0
-    start = time.perf_counter()
-    while len(first) < len(due):
-        now = time.perf_counter() - start
-        while added < len(due) and due[added] <= now:
-            stepper.add_counted(str(added), prompts[added], arrivals.output_tokens)
-            added, active = added + 1, active + 1
-        if not active:
-            time.sleep(min(due[added] - now, _LONGEST_SLEEP))
-            continue
-        step = stepper.advance()
-        now = time.perf_counter() - start
-        most, active = max(most, step.running), active - len(step.finished)
+    most = 0
+    for now, step in replay(stepper, queue):
+        most = max(most, step.running)
         for name in step.new_tokens:
             first.setdefault(name, now)
+        if len(first) == len(due):
+            break
     preemptions = stepper.preemptions
     stepper.abort_all()
     seconds = tuple(first[str(number)] - arrived for number, arrived in enumerate(due))
     return FirstTokens(rate, seconds, most, preemptions)
+
+
+@dataclass(frozen=True, order=True)
+class Due:
+    """A request and when it is sent.
+
+    Attributes:
+        seconds: from the start.
+        name: different for every request.
+        prompt: its tokens.
+        output_tokens: exactly so many are generated.
+
+    """
+
+    seconds: float
+    name: str
+    prompt: Sequence[int] = field(compare=False)
+    output_tokens: int = field(compare=False)
+
+
+def replay(stepper: EngineStepper, queue: list[Due]) -> Iterator[tuple[float, Advance]]:
+    """Send requests when they are due, in real time, and step while there are any.
+
+    Args:
+        stepper: the engine; nothing runs in it.
+        queue: the requests; made a heap, emptied, and more may be pushed between steps.
+
+    Yields:
+        Every step, and the seconds from the start to its end.
+
+    """
+    heapify(queue)
+    active = 0
+    start = time.perf_counter()
+    while queue or active:
+        now = time.perf_counter() - start
+        while queue and queue[0].seconds <= now:
+            request = heappop(queue)
+            stepper.add_counted(request.name, request.prompt, request.output_tokens)
+            active += 1
+        if not active:
+            time.sleep(min(queue[0].seconds - now, _LONGEST_SLEEP))
+            continue
+        step = stepper.advance()
+        active -= len(step.finished)
+        yield time.perf_counter() - start, step

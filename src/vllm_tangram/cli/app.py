@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_tangram import __version__
-from vllm_tangram.cli import bench, chat, demo, doctor, evaluate, inspect, profile, serve
+from vllm_tangram.cli import bench, chat, demo, doctor, evaluate, inspect, profile, serve, sessions
 from vllm_tangram.cli.rendering import print_error
 from vllm_tangram.errors import TangramError
 
@@ -54,6 +54,7 @@ def _options(
 app.command("serve", **serve.COMMAND)(serve.serve)
 app.command("profile")(profile.profile)
 app.command("chat")(chat.chat)
+app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
 app.add_typer(bench.app, name="bench")

@@ -3,15 +3,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.text import Text
 
-from vllm_tangram.cli.rendering import console, human_bytes, percent, table
+from vllm_tangram.cli.rendering import console, human_bytes, percent, print_json, table
 
 Report = dict[str, Any]
+
+
+def show(
+    report: Report,
+    json: bool,
+    plot: Path | None,
+    print_: Callable[[Report], None],
+    plot_: Callable[[Report, Path], None],
+) -> None:
+    """Draw a report if a picture is wanted, and print it."""
+    if plot is not None:
+        plot_(report, plot)
+    if json:
+        print_json(report)
+    else:
+        print_(report)
 
 
 def print_throughput(report: Report) -> None:
@@ -21,10 +37,10 @@ def print_throughput(report: Report) -> None:
     rows = [
         (
             key,
-            _number(row["requests_per_second"], 3),
-            _ratio(row, stock, "requests_per_second"),
-            _number(row["steady_requests_per_second"], 3),
-            _ratio(row, stock, "steady_requests_per_second"),
+            number(row["requests_per_second"], 3),
+            ratio(row, stock, "requests_per_second"),
+            number(row["steady_requests_per_second"], 3),
+            ratio(row, stock, "steady_requests_per_second"),
             f"{row['mean_running']:.1f}",
             str(row["preemptions"]),
             "-" if row["kept_fraction"] is None else f"{100 * row['kept_fraction']:.1f}",
@@ -39,7 +55,7 @@ def print_throughput(report: Report) -> None:
     notes = (
         "Step: the median of those that only decode. Steady: while the queue was not empty, if that was long enough."
     )
-    _print_notes(report, notes, _unfinished(report))
+    print_notes(report, notes, unfinished(report))
 
 
 def plot_throughput(report: Report, path: Path) -> None:
@@ -48,12 +64,12 @@ def plot_throughput(report: Report, path: Path) -> None:
 
     engines = report["engines"]
     rates = {
-        "whole run": _column(report, "requests_per_second"),
-        "steady": _column(report, "steady_requests_per_second"),
+        "whole run": column(report, "requests_per_second"),
+        "steady": column(report, "steady_requests_per_second"),
     }
     panels = [
         Panel("Throughput", "requests / s", list(engines), rates),
-        Panel("Requests at once", "mean", list(engines), {"": _column(report, "mean_running")}),
+        Panel("Requests at once", "mean", list(engines), {"": column(report, "mean_running")}),
     ]
     plot_panels(path, _served_title(report), panels)
 
@@ -67,8 +83,8 @@ def print_groups(report: Report) -> None:
             f"{row['over_allocation']:.3f}",
             f"{100 * row['held_fraction']:.1f}",
             str(row["prompt_pages"]),
-            _number(row["requests_per_second"], 3),
-            _number(row["steady_requests_per_second"], 3),
+            number(row["requests_per_second"], 3),
+            number(row["steady_requests_per_second"], 3),
             _milliseconds(row["decode_step_seconds"]),
             *(_milliseconds(row["decode_host_seconds"].get(part)) for part in ("schedule", "update", "model")),
         )
@@ -79,7 +95,7 @@ def print_groups(report: Report) -> None:
     )  # fmt: skip
     console().print(table(f"{_served_title(report)}, retention {report['setup']['retention']:g}", columns, rows))
     steps = "Over: held over needed by the heads. Step: one that only decodes, and its host time, all in ms."
-    _print_notes(report, steps, _unfinished(report))
+    print_notes(report, steps, unfinished(report))
 
 
 def plot_groups(report: Report, path: Path) -> None:
@@ -111,8 +127,8 @@ def print_prefill(report: Report) -> None:
         (
             key,
             _milliseconds(row["median_seconds"]),
-            _ratio(row, stock, "median_seconds"),
-            _ratio(row, full, "median_seconds"),
+            ratio(row, stock, "median_seconds"),
+            ratio(row, full, "median_seconds"),
             f"{_milliseconds(min(row['seconds']))} to {_milliseconds(max(row['seconds']))}",
             _milliseconds(row["host_seconds"]["schedule"] + row["host_seconds"]["update"]),
             "-" if row["own_kernels"] is None else percent(row["own_kernels"] / row["kernels"]["total"]),
@@ -125,7 +141,7 @@ def print_prefill(report: Report) -> None:
     reclaiming = {key: row["reclaim"] for key, row in engines.items() if row["reclaim"] is not None}
     if reclaiming:
         _print_reclaim(reclaiming)
-    _print_notes(report, "Full: ours at retention 1. Our kernels: their share of the GPU's time.")
+    print_notes(report, "Full: ours at retention 1. Our kernels: their share of the GPU's time.")
 
 
 def _print_reclaim(engines: dict[str, Report]) -> None:
@@ -149,7 +165,7 @@ def plot_prefill(report: Report, path: Path) -> None:
     """Bars of latency, and the pool's work beside that of compress and reclaim."""
     from vllm_tangram.cli.bench_plots import Panel, plot_panels
 
-    seconds = {"": _column(report, "median_seconds")}
+    seconds = {"": column(report, "median_seconds")}
     panels = [Panel("Time to first token", "s", list(report["engines"]), seconds)]
     reclaiming = {key: row["reclaim"] for key, row in report["engines"].items() if row["reclaim"] is not None}
     if reclaiming:
@@ -183,7 +199,7 @@ def print_ttft(report: Report) -> None:
     )
     columns = ("engine", "rate", "mean", "p50", "p99", "most at once", "preempted")
     console().print(table(title, columns, rows))
-    _print_notes(report)
+    print_notes(report)
 
 
 def plot_ttft(report: Report, path: Path) -> None:
@@ -218,13 +234,13 @@ def _served_title(report: Report) -> str:
     )
 
 
-def _unfinished(report: Report) -> str:
+def unfinished(report: Report) -> str:
     wanted = report["setup"]["requests"]
     stopped = [f"{key} after {row['finished']}" for key, row in report["engines"].items() if row["finished"] < wanted]
     return f"Stopped at the time limit: {', '.join(stopped)} requests." if stopped else ""
 
 
-def _print_notes(report: Report, *notes: str) -> None:
+def print_notes(report: Report, *notes: str) -> None:
     """What holds for all engines, and how long each took to start."""
     engines = report["engines"]
     memory = sorted({human_bytes(row["kv_cache_bytes"]) for row in engines.values()})
@@ -236,11 +252,11 @@ def _print_notes(report: Report, *notes: str) -> None:
             console().print(Text(note, "dim"))
 
 
-def _column(report: Report, name: str) -> Sequence[float | None]:
+def column(report: Report, name: str) -> Sequence[float | None]:
     return [row[name] for row in report["engines"].values()]
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -249,6 +265,6 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.3g}" if seconds < 1 else f"{1e3 * seconds:.0f}"
 
 
-def _ratio(row: Report, other: Report, name: str) -> str:
+def ratio(row: Report, other: Report, name: str) -> str:
     value, base = row[name], other.get(name)
     return f"{value / base:.2f}" if value and base else "-"

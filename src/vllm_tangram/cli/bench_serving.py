@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vllm_tangram.cli import bench_options as opt
 from vllm_tangram.cli import bench_reports
-from vllm_tangram.cli.rendering import print_json
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -66,7 +63,7 @@ def throughput(
 
     with opt.progress_shown() as progress:
         measure_throughput(setup, engines, workload, max_seconds, done, progress)
-    _show(results.report, json, plot, bench_reports.print_throughput, bench_reports.plot_throughput)
+    bench_reports.show(results.report, json, plot, bench_reports.print_throughput, bench_reports.plot_throughput)
 
 
 def groups(
@@ -105,7 +102,7 @@ def groups(
 
     with opt.progress_shown() as progress:
         measure_groups(setup, engines, workload, max_seconds, done, progress)
-    _show(results.report, json, plot, bench_reports.print_groups, bench_reports.plot_groups)
+    bench_reports.show(results.report, json, plot, bench_reports.print_groups, bench_reports.plot_groups)
 
 
 def prefill(
@@ -142,7 +139,7 @@ def prefill(
 
     with opt.progress_shown() as progress:
         measure_prefill(setup, engines, tokens, repeats, done, progress)
-    _show(results.report, json, plot, bench_reports.print_prefill, bench_reports.plot_prefill)
+    bench_reports.show(results.report, json, plot, bench_reports.print_prefill, bench_reports.plot_prefill)
 
 
 def ttft(
@@ -193,19 +190,4 @@ def ttft(
 
     with opt.progress_shown() as progress:
         measure_ttft(setup, engines, arrivals, rates, done, progress)
-    _show(results.report, json, plot, bench_reports.print_ttft, bench_reports.plot_ttft)
-
-
-def _show(
-    report: dict[str, Any],
-    json: bool,
-    plot: Path | None,
-    print_: Callable[[dict[str, Any]], None],
-    plot_: Callable[[dict[str, Any], Path], None],
-) -> None:
-    if plot is not None:
-        plot_(report, plot)
-    if json:
-        print_json(report)
-    else:
-        print_(report)
+    bench_reports.show(results.report, json, plot, bench_reports.print_ttft, bench_reports.plot_ttft)

@@ -47,6 +47,10 @@ def serve(
     ] = None,
     sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
     window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
+    session_ttl: Annotated[
+        float,
+        typer.Option(help="Seconds after which a conversation that nobody continued is not found again; 0: never."),
+    ] = _DEFAULTS["session_ttl"],
 ) -> None:
     """Serve a model over vLLM's OpenAI API with compressed KV cache.
 

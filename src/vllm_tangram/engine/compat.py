@@ -50,6 +50,11 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry.register", ("kvcache_spec_cls", "manager_class")),
     ("vllm.v1.metrics.stats", "SchedulerStats", ("num_kv_fetch_reqs_by_stage",)),
     ("vllm.v1.engine.input_processor", "InputProcessor.process_inputs", ("request_id", "prompt", "params")),
+    ("vllm.v1.engine.core", "EngineCore", ("vllm_config",)),
+    ("vllm.v1.engine.core_client", "InprocClient", ("vllm_config",)),
+    ("vllm.v1.engine.core_client", "SyncMPClient.call_utility", ("method", "args")),
+    ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("method", "args")),
+    ("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",)),
 )
 
 _CPU_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

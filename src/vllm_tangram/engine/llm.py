@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import vllm
 from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.control import DROP, LIST, unknown_sessions
 from vllm_tangram.engine.metrics import TangramStatLogger
 from vllm_tangram.engine.options import split_options
 from vllm_tangram.engine.ready import ready_options
@@ -87,6 +90,47 @@ class LLM(vllm.LLM):
             "pages_staging": staging_pages(self.llm_engine.vllm_config),
             "kv_retained_fraction": stats.kept_fraction,
         }
+
+    def tangram_sessions(self) -> list[dict[str, Any]]:
+        """The conversations and documents whose compressed state can be found, the last used first.
+
+        Each has the fields of ``engine.sessions.Session`` and ``bytes``; sessions with a common beginning share its
+        pages, and each counts them.
+
+        Raises:
+            TangramError: the engine was started with ``enable_prefix_caching=False``.
+
+        """
+        return list(self._call_engine(LIST))
+
+    def tangram_drop_sessions(self, ids: Sequence[str] | None = None) -> int:
+        """Forget sessions; what others begin with, too, stays. A request that runs is not disturbed.
+
+        Args:
+            ids: as ``tangram_sessions`` gives them; None: all.
+
+        Returns:
+            How many were forgotten.
+
+        Raises:
+            TangramError: there is no session with one of the ids, and nothing was forgotten; or as
+                ``tangram_sessions``.
+
+        """
+        if isinstance(ids, str):
+            raise TangramError(f"tangram_drop_sessions() takes a list of ids, got the text {ids!r}")
+        dropped, unknown = self._call_engine(DROP, None if ids is None else list(ids))
+        if unknown:
+            raise TangramError(unknown_sessions(unknown))
+        return int(dropped)
+
+    def _call_engine(self, method: str, *args: Any) -> Any:
+        if not self.llm_engine.vllm_config.cache_config.enable_prefix_caching:
+            raise TangramError("there are no sessions: the engine was started with enable_prefix_caching=False")
+        core = self.llm_engine.engine_core
+        if isinstance(core, InprocClient):
+            return getattr(core.engine_core, method)(*args)
+        return core.call_utility(method, *args)
 
 
 def _check_names(options: dict[str, Any]) -> None:

@@ -59,6 +59,7 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         self._promised: dict[str, int] = {}  # pages that the last admission of a request was for
         self.sessions = SessionCache()
         self._remembered: dict[str, int] = {}  # tokens of running requests whose states are known
+        self._found: dict[str, Checkpoint | None] = {}  # what a request will begin with once there are pages for it
         self.pages_reclaimed = 0  # pages that became unnecessary while their request ran: the design keeps this at 0
 
     def announce(self, request_id: str, budget: RequestBudget) -> None:
@@ -69,6 +70,7 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         """Forget a finished or aborted request."""
         self.budgets.pop(request_id, None)
         self._promised.pop(request_id, None)
+        self._found.pop(request_id, None)
 
     def committed_pages(self) -> int:
         """Pages that admitted requests will still take for what they were admitted with: prompt and replayed tokens."""
@@ -123,13 +125,25 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         for tokens in budget.boundaries(request.num_computed_tokens):
             if tokens <= known:
                 break
-            self.sessions.remember(self._key(request, tokens), tokens, blocks, budget.pages(tokens))
-        self._remembered[request_id] = request.num_computed_tokens
+            before = tokens - budget.chunk_size
+            parent = self._key(request, before) if before else None
+            self.sessions.remember(self._key(request, tokens), tokens, blocks, budget.pages(tokens), parent)
+        self._remembered[request_id] = max(known, request.num_computed_tokens)  # not yet set in a request's first step
+
+    def leave(self, request: Request) -> None:
+        """A request is about to give its pages back: what it used was used until now."""
+        self.remember(request)
+        known = self.budgets[request.request_id].boundaries(self._remembered.get(request.request_id, 0))
+        if (found := self.sessions.find(self._key(request, tokens) for tokens in known)) is not None:
+            self.sessions.used(found)
 
     def find(self, request: Request) -> Checkpoint | None:
         """The longest known state of a prefix of the request's prompt that leaves a token to compute."""
+        self.sessions.expire()
         boundaries = self.budgets[request.request_id].boundaries(request.num_tokens - 1)
-        return self.sessions.find(self._key(request, tokens) for tokens in boundaries)
+        found = self.sessions.find(self._key(request, tokens) for tokens in boundaries)
+        self._found[request.request_id] = found
+        return found
 
     def _key(self, request: Request, tokens: int) -> tuple[bytes, float]:
         return request.block_hashes[tokens // self.block_size - 1], self.budgets[request.request_id].retention
@@ -146,7 +160,8 @@ class HeadGroupManager(SingleTypeKVCacheManager):
             request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
         )
         self._remembered[request_id] = num_local_computed_tokens
-        self.sessions.reused += bool(num_local_computed_tokens)
+        if (found := self._found.pop(request_id, None)) is not None:
+            self.sessions.began_with(found)
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """What earlier steps computed can be used by others from now on."""

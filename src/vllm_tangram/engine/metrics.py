@@ -36,6 +36,9 @@ class PageStats:
         pages_reclaimed: pages that became unnecessary before their request ended, since start; the design keeps it 0.
         preemptions: since start.
         page_bytes: bytes of one page.
+        sessions: compressed prefixes (checkpoints) that can be found; a session is a chain of them.
+        sessions_reused: requests that began with one, since start.
+        sessions_evicted: checkpoints whose pages were handed out again, since start.
 
     """
 
@@ -48,6 +51,9 @@ class PageStats:
     pages_reclaimed: int
     preemptions: int
     page_bytes: int
+    sessions: int
+    sessions_reused: int
+    sessions_evicted: int
 
     def attach(self, stats: SchedulerStats) -> None:
         """Put the figures into vLLM's per-step statistics."""
@@ -97,6 +103,21 @@ class _Gauges:
             labels,
             multiprocess_mode="mostrecent",
         )
+        self.sessions = Gauge(
+            "tangram:sessions", "Compressed prefixes that can be found.", labels, multiprocess_mode="mostrecent"
+        )
+        self.sessions_reused = Gauge(
+            "tangram:sessions_reused",
+            "Requests that began with a compressed prefix since start.",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
+        self.sessions_evicted = Gauge(
+            "tangram:sessions_evicted",
+            "Compressed prefixes lost to page reuse since start.",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
 
     @classmethod
     def get(cls) -> _Gauges:
@@ -135,6 +156,9 @@ class TangramStatLogger(StatLoggerBase):
         gauges.waiting.labels(*labels).set(stats.pages_waiting)
         gauges.preemptions.labels(*labels).set(stats.preemptions)
         gauges.reclaimed.labels(*labels).set(stats.pages_reclaimed)
+        gauges.sessions.labels(*labels).set(stats.sessions)
+        gauges.sessions_reused.labels(*labels).set(stats.sessions_reused)
+        gauges.sessions_evicted.labels(*labels).set(stats.sessions_evicted)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say beyond the scheduler's own line."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Make head-group pages known to vLLM and check requests at arrival. Safe to call again.
+    """Make head-group pages known to vLLM, check requests at arrival, let sessions be listed and dropped.
+
+    Safe to call again.
 
     Raises:
         TangramError: the installed vLLM is not the one that is supported.
@@ -17,6 +19,7 @@ def register() -> None:
 
     from vllm_tangram.engine.admission import install_request_check
     from vllm_tangram.engine.compat import check_vllm
+    from vllm_tangram.engine.control import install_endpoints, install_session_calls
     from vllm_tangram.engine.manager import HeadGroupManager
     from vllm_tangram.engine.spec import HeadGroupSpec
 
@@ -25,3 +28,5 @@ def register() -> None:
     register_all_kvcache_specs(None)
     KVCacheSpecRegistry.register(HeadGroupSpec, HeadGroupManager, FullAttentionSpec)
     install_request_check()
+    install_session_calls()
+    install_endpoints()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -47,6 +48,7 @@ class TangramScheduler(Scheduler):
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, HeadGroupManager)
         self.pages = manager
+        manager.sessions.ttl = self.plan.config.session_ttl
         self.page_bytes = spec.page_size_bytes
         self.num_preemptions = 0
         admission.log_capacity(self.vllm_config, self.plan, self.kv_cache_config.num_blocks, spec.page_size_bytes)
@@ -101,7 +103,7 @@ class TangramScheduler(Scheduler):
 
     def _free_request_blocks(self, request: Request) -> None:
         """When a request ends or is preempted, what its prompt was compressed to stays findable."""
-        self.pages.remember(request)
+        self.pages.leave(request)
         super()._free_request_blocks(request)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -109,6 +111,18 @@ class TangramScheduler(Scheduler):
         if done:
             self.pages.sessions.clear()
         return done
+
+    def list_sessions(self) -> list[dict[str, Any]]:
+        """The sessions that can be found, the last used first: fields of ``Session`` and ``bytes``."""
+        self.pages.sessions.expire()
+        return [
+            {**asdict(session), "bytes": session.pages * self.page_bytes} for session in self.pages.sessions.listing()
+        ]
+
+    def drop_sessions(self, session_ids: list[str] | None) -> tuple[int, list[str]]:
+        """See ``SessionCache.drop``."""
+        self.pages.sessions.expire()
+        return self.pages.sessions.drop(session_ids)
 
     def _retention_fits(self, request: Request) -> bool:
         """Whether workers have room for the request's retention beside those of the requests that run."""
@@ -146,9 +160,13 @@ class TangramScheduler(Scheduler):
             pages_reclaimed=self.pages.pages_reclaimed,
             preemptions=self.num_preemptions,
             page_bytes=self.page_bytes,
+            sessions=len(self.pages.sessions),
+            sessions_reused=self.pages.sessions.reused,
+            sessions_evicted=self.pages.sessions.evicted,
         )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        self.pages.sessions.expire()
         stats = super().make_stats(*args, **kwargs)
         if stats is not None:
             self.page_stats().attach(stats)

@@ -49,6 +49,8 @@ class Advance:
     Attributes:
         seconds: wall time.
         new_tokens: tokens that each request got, of those that got any.
+        token_ids: these tokens.
+        cached: tokens of the prompt that each of these requests did not have to compute when it was first admitted.
         finished: requests that ended.
         running: requests that are admitted and not done.
         decode_only: whether the batch that was scheduled in this step gives every request one token.
@@ -58,6 +60,8 @@ class Advance:
 
     seconds: float
     new_tokens: dict[str, int]
+    token_ids: dict[str, Sequence[int]]
+    cached: dict[str, int]
     finished: list[str]
     running: int
     decode_only: bool
@@ -151,6 +155,8 @@ class EngineStepper:
         return Advance(
             seconds=seconds,
             new_tokens={output.request_id: len(output.outputs[0].token_ids) for output in outputs},
+            token_ids={output.request_id: output.outputs[0].token_ids for output in outputs},
+            cached={output.request_id: output.num_cached_tokens or 0 for output in outputs},
             finished=[output.request_id for output in outputs if output.finished],
             running=len(self.scheduler.running),
             decode_only=self._clock.tokens == self._clock.rows > 0,
@@ -162,6 +168,21 @@ class EngineStepper:
         running = [request.request_id for request in self._counted if request.request_id in self.scheduler.requests]
         self._engine.abort_request(running, internal=True)
         self._counted.clear()
+
+    def forget_prefixes(self) -> None:
+        """Empty stock vLLM's prefix cache, or our sessions; nothing may run."""
+        self.scheduler.reset_prefix_cache()
+
+    def resident_sessions(self) -> int | None:
+        """Compressed prefixes that a request could begin with, those that a longer one contains left out; None: stock.
+
+        Pages of a longer prefix begin with those of a shorter one, so that one ends inside of it.
+        """
+        if not isinstance(self.scheduler, TangramScheduler):
+            return None
+        pages = [found.pages[: found.num_pages] for found in self.scheduler.pages.sessions.checkpoints()]
+        inside = {page.block_id for one in pages for page in one[:-1]}
+        return sum(one[-1].block_id not in inside for one in pages)
 
     @property
     def preemptions(self) -> int:

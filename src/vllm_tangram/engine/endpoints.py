@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Routes of our server beside vLLM's. They begin with /v1, which vLLM guards with its API key if it has one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, HTTPException, Request
+
+from vllm_tangram.engine.control import DROP, LIST, unknown_sessions
+from vllm_tangram.engine.setup import OPTIONS_KEY
+
+if TYPE_CHECKING:
+    import argparse
+
+_PATH = "/v1/tangram/sessions"
+
+
+class SessionEndpoints:
+    """vLLM's ``EndpointPlugin`` that lists and drops sessions.
+
+    ``GET /v1/tangram/sessions`` lists them (``LLM.tangram_sessions``), ``DELETE`` on it drops all, on
+    ``/v1/tangram/sessions/{id}`` one; 404 where there is none with this id.
+    """
+
+    name = "tangram"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the routes if the server's engine is ours and keeps sessions."""
+        args = app.state.args
+        if OPTIONS_KEY in (args.additional_config or {}) and args.enable_prefix_caching:
+            app.add_api_route(_PATH, _list, methods=["GET"])
+            app.add_api_route(_PATH, _drop_all, methods=["DELETE"])
+            app.add_api_route(_PATH + "/{session_id}", _drop, methods=["DELETE"])
+
+    async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+        """Nothing: routes find the engine in vLLM's own state."""
+
+
+async def _list(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": await _call(request, LIST)}
+
+
+async def _drop(request: Request, session_id: str) -> dict[str, int]:
+    dropped, unknown = await _call(request, DROP, [session_id])
+    if unknown:
+        raise HTTPException(404, unknown_sessions(unknown))
+    return {"dropped": dropped}
+
+
+async def _drop_all(request: Request) -> dict[str, int]:
+    dropped, _ = await _call(request, DROP, None)
+    return {"dropped": dropped}
+
+
+async def _call(request: Request, method: str, *args: Any) -> Any:
+    return await request.app.state.engine_client.engine_core.call_utility_async(method, *args)
