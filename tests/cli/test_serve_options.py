@@ -131,7 +131,6 @@ def test_the_embedded_model_has_a_name(monkeypatch: pytest.MonkeyPatch, model: s
     [
         ([], "no model given: tangram serve MODEL"),
         (["/no/such/model"], "there is no model folder /no/such/model"),
-        ([MODEL, "--enable-prefix-caching"], "--enable-prefix-caching is not supported"),
         ([MODEL, "--worker-cls", "mine.Worker"], "--worker-cls is set by vllm-tangram"),
         ([MODEL, "--kv-cache-dtype", "fp8"], "not supported by vllm-tangram: --kv-cache-dtype: quantised"),
         ([MODEL, "--block-size", "16"], "--block-size must be a multiple of 32"),
