@@ -34,6 +34,7 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.make_stats", ()),
     ("vllm.v1.core.sched.scheduler", "Scheduler._get_local_prefix_cache_hit", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler._free_request_blocks", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.reset_prefix_cache", ()),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     ("vllm.v1.core.block_pool", "BlockPool.unpin_blocks", ("blocks", "on_reuse")),
     (
@@ -46,6 +47,15 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "SingleTypeKVCacheManager.allocate_new_blocks",
         ("request_id", "num_tokens", "num_tokens_main_model"),
     ),
+    (
+        "vllm.v1.core.single_type_kv_cache_manager",
+        "SingleTypeKVCacheManager.add_local_computed_blocks",
+        ("request_id", "new_computed_blocks", "num_local_computed_tokens"),
+    ),
+    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.cache_blocks", ("request",)),
+    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.free", ("request_id",)),
+    ("vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager.pop_blocks_for_free", ("request_id",)),
+    ("vllm.v1.core.block_pool", "BlockPool.free_blocks", ("ordered_blocks",)),
     ("vllm.v1.core.single_type_kv_cache_manager", "register_all_kvcache_specs", ("vllm_config",)),
     ("vllm.v1.kv_cache_spec_registry", "KVCacheSpecRegistry.register", ("kvcache_spec_cls", "manager_class")),
     ("vllm.v1.metrics.stats", "SchedulerStats", ("num_kv_fetch_reqs_by_stage",)),

@@ -122,6 +122,8 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         if not self.enable_caching or not blocks:
             return
         known = self._remembered.get(request_id, 0)
+        if known >= budget.prompt_len:  # nothing more can come: decode steps end here
+            return
         for tokens in budget.boundaries(request.num_computed_tokens):
             if tokens <= known:
                 break

@@ -29,7 +29,7 @@ class PageStats:
     Attributes:
         pages_in_use: taken from the pool.
         pages_free: can be taken now.
-        pages_held: by requests that are running; equals ``pages_in_use``, counted from the requests' side.
+        pages_held: by requests that are running, a shared page once for each; without sharing, ``pages_in_use``.
         pages_kept: what the eviction schedules say those requests must hold at their present lengths.
         pages_full_kv: what the same requests would hold at full KV.
         pages_waiting: need of the requests that wait.
@@ -37,7 +37,7 @@ class PageStats:
         preemptions: since start.
         page_bytes: bytes of one page.
         sessions: compressed prefixes (checkpoints) that can be found; a session is a chain of them.
-        sessions_reused: requests that began with one, since start.
+        sessions_reused: how often a request began with one, also again after a preemption, since start.
         sessions_evicted: checkpoints whose pages were handed out again, since start.
 
     """

@@ -118,7 +118,8 @@ def profile_model(
                 f"(--sinks + --window = {config.sinks + config.window})"
             )
         prompts.append({"prompt_token_ids": ids})
-    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0)
+    # A sample that began with the pages of another would be scored from there on only.
+    sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
     llm.collective_rpc("tangram_start_profile", args=(list(PROFILE_RETENTIONS),))
     for prompt in prompts:
         llm.generate(prompt, sampling, use_tqdm=False)

@@ -188,7 +188,8 @@ class SessionCache:
 
     def drop(self, session_ids: Iterable[str] | None = None) -> tuple[int, list[str]]:
         """Forget sessions, and of their chains what no other one extends. Pages in use stay in use, and a request that
-        runs is remembered again as it goes on.
+        runs is remembered again as it goes on. What is forgotten cannot be found any more; its pages count as free as
+        before and keep their place in the queue, so this is for privacy and tests, not to make room.
 
         Args:
             session_ids: which; None: all.

@@ -171,7 +171,7 @@ class EngineStepper:
 
     def forget_prefixes(self) -> None:
         """Empty stock vLLM's prefix cache, or our sessions; nothing may run."""
-        self.scheduler.reset_prefix_cache()
+        assert self.scheduler.reset_prefix_cache(), "requests hold pages"
 
     def resident_sessions(self) -> int | None:
         """Compressed prefixes that a request could begin with, those that a longer one contains left out; None: stock.
