@@ -176,7 +176,8 @@ def test_misuse_is_refused() -> None:
         table.lengths(np.array([3], np.int32), np.array([4], np.int64), np.zeros((1, 2), np.int32))
 
 
-def test_integrity_check_finds_a_page_with_two_holders() -> None:
+def test_integrity_check_finds_a_page_at_two_places() -> None:
+    """At one place two requests may share it: both begin with the same compressed prefix."""
     kept = np.zeros((N_MAX + 1, 2), np.int32)
     table = make_table(2)
     for slot in (0, 1):
@@ -184,6 +185,8 @@ def test_integrity_check_finds_a_page_with_two_holders() -> None:
         table.ingest(slot, np.array([7 + slot, 3 + slot], np.int32), 2)
     table.check_integrity()
     table.pages[1, 0, 0] = 7
+    table.check_integrity()
+    table.pages[1, 1, 0] = 7
     with pytest.raises(AssertionError, match="page 7"):
         table.check_integrity()
 
