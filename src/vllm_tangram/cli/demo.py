@@ -107,7 +107,7 @@ def _print(size: Size, stock: Measured, ours: Measured) -> None:
     out = console()
     out.print(table(title, columns, rows, numeric=False), soft_wrap=False)
     out.print(
-        Text("Answers repeat the whole conversation in their prompt; stock vLLM has its prefix cache for that.", "dim")
+        Text("A prompt repeats the whole conversation; both engines begin with what they still hold of it.", "dim")
     )
 
 

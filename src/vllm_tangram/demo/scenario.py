@@ -95,8 +95,9 @@ class Measured:
 def run_demo(size: Size, progress: Callable[[str], None] = lambda _: None) -> tuple[Measured, Measured]:
     """Run the scenario on stock vLLM, then on ours, with the same KV memory and else with each one's defaults.
 
-    Both run without compilation (``enforce_eager``), so that they start fast. Stock vLLM's prefix cache is on, as it is
-    by default: it helps the conversation; the prompts of the burst have nothing in common.
+    Both run without compilation (``enforce_eager``), so that they start fast. Stock vLLM's prefix cache and our
+    sessions are on, as they are by default: that helps the conversation; the prompts of the burst have nothing in
+    common.
 
     Returns:
         (stock, ours).
