@@ -46,7 +46,7 @@ def make_rows(
     tensors = [t if np.ndim(field) == 2 else t[:, 0] for t, field in zip(tensors, fields, strict=True)]
     if np.random.default_rng().random() < 0.5:
         tensors = [tensor.contiguous() for tensor in tensors]
-    return PrefillRows(*tensors, max_tokens=int(np.max(num_tokens)), max_before=int(np.max(before)))
+    return PrefillRows(*tensors, max_tokens=int(np.max(num_tokens)))
 
 
 def make_heads(group: Any, column: Any) -> LayerHeads:

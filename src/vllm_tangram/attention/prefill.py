@@ -54,7 +54,6 @@ class PrefillRows:
         protect_head: ``[P]`` int32, first tokens of the chunk that are always kept.
         protect_tail: ``[P]`` int32, last tokens of the chunk that are always kept.
         max_tokens: at least the largest ``num_tokens``; sizes grids.
-        max_before: at least the largest ``before``, which sizes block tables.
 
     """
 
@@ -66,7 +65,6 @@ class PrefillRows:
     protect_head: Tensor
     protect_tail: Tensor
     max_tokens: int
-    max_before: int
 
     def __post_init__(self) -> None:
         per_row = (self.first, self.num_tokens, self.requests, self.protect_head, self.protect_tail)

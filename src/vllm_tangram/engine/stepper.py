@@ -174,15 +174,10 @@ class EngineStepper:
         assert self.scheduler.reset_prefix_cache(), "requests hold pages"
 
     def resident_sessions(self) -> int | None:
-        """Compressed prefixes that a request could begin with, those that a longer one contains left out; None: stock.
-
-        Pages of a longer prefix begin with those of a shorter one, so that one ends inside of it.
-        """
+        """Sessions that a request could begin with (``SessionCache.listing``); None: stock."""
         if not isinstance(self.scheduler, TangramScheduler):
             return None
-        pages = [found.pages[: found.num_pages] for found in self.scheduler.pages.sessions.checkpoints()]
-        inside = {page.block_id for one in pages for page in one[:-1]}
-        return sum(one[-1].block_id not in inside for one in pages)
+        return len(self.scheduler.pages.sessions.listing())
 
     @property
     def preemptions(self) -> int:

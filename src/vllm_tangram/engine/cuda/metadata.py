@@ -143,7 +143,6 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         plan = runner.plan
         packed = np.empty((num_rows, _HEADER + 2 * plan.num_groups), np.int32)
         chunks, scored, histories = [], [], []
-        max_before = 0
         for p, (slot, first, end) in enumerate(
             zip(slots.tolist(), starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         ):
@@ -171,14 +170,13 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
                 scored.append(chunk)
             if position:
                 longest = int(before.max())
-                max_before = max(max_before, longest)
                 ends = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * chunk.num_tokens
                 histories.append(History(p, ends, longest))
-        rows = self._rows(packed, max(chunk.num_tokens for chunk in chunks), max_before)
+        rows = self._rows(packed, max(chunk.num_tokens for chunk in chunks))
         offsets = async_tensor_h2d((starts - starts[0]).astype(np.int32), device=self.device)
         return PrefillStep(int(starts[0]), tuple(chunks), rows, offsets, tuple(scored), tuple(histories))
 
-    def _rows(self, packed: np.ndarray, max_tokens: int, max_before: int) -> PrefillRows:
+    def _rows(self, packed: np.ndarray, max_tokens: int) -> PrefillRows:
         device = async_tensor_h2d(packed, device=self.device)
         num_groups = (packed.shape[1] - _HEADER) // 2
         return PrefillRows(
@@ -190,7 +188,6 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
             before=device[:, _HEADER : _HEADER + num_groups],
             keep=device[:, _HEADER + num_groups :],
             max_tokens=max_tokens,
-            max_before=max_before,
         )
 
     def nobodys_prefill(self, num_tokens: int) -> HeadGroupMetadata:
@@ -207,7 +204,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         step = PrefillStep(
             first=0,
             chunks=(chunk,),
-            rows=self._rows(packed, num_tokens, 1),
+            rows=self._rows(packed, num_tokens),
             starts=starts[:2].clone(),
             scored=(chunk,),
             histories=(History(0, starts, 1),),
