@@ -1,39 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tangram chat`` does without a server; with one: ``tests/engine/test_server.py``."""
+"""What ``tangram chat`` does with servers that never change; with a real one: ``tests/engine/test_server.py``."""
 
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from vllm_tangram.cli.app import app
-from vllm_tangram.cli.chat import Conversation, ServerPages
+from vllm_tangram.cli.chat import Conversation
 
-METRICS = """\
-# HELP tangram:pages KV pages by state.
-# TYPE tangram:pages gauge
-tangram:pages{engine="0",model_name="m",state="in_use"} 64.0
-tangram:pages{engine="1",model_name="m",state="in_use"} 0.0
-tangram:pages{engine="0",model_name="m",state="free"} 1000.0
-tangram:page_bytes{engine="0",model_name="m"} 32768.0
-tangram:kv_retained_fraction{engine="0",model_name="m"} 0.25
-vllm:num_requests_running{engine="0",model_name="m"} 1.0
-"""
+STREAM = """\
+data: {"id":"1","object":"chat.completion.chunk","created":0,"model":"m","choices":[{"index":0,"delta":{"content":"Seven."}}]}
 
+data: {"id":"1","object":"chat.completion.chunk","created":0,"model":"m","choices":[],"usage":{"prompt_tokens":100,"completion_tokens":5,"total_tokens":105}}
 
-def test_pages_of_the_server() -> None:
-    pages = ServerPages.read(METRICS)
-    assert pages == ServerPages(held=64 * 32768, kept=0.25, running=1)
-    assert str(pages) == "the server held 2.0 MiB of 8.0 MiB at full KV, 25.0 %"
-    assert str(ServerPages(1024, 0.5, 3)).endswith("50.0 % (3 requests together)")
+data: [DONE]
+
+"""  # noqa: E501
+MEMORY = '{"retention": 0.5, "pages": 64, "bytes": 2097152, "full_kv_bytes": 8388608}'
 
 
-@pytest.mark.parametrize("metrics", ["", METRICS.replace(" 64.0", " 0.0"), "vllm:num_requests_running 1.0\n"])
-def test_no_figures_when_nothing_is_held(metrics: str) -> None:
-    assert ServerPages.read(metrics) is None
+class _Server(BaseHTTPRequestHandler):
+    """An OpenAI server whose answers are always the same; ``memory`` is what it says of memory, None: nothing."""
+
+    memory: str | None
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        if self.path.endswith("/models"):
+            self._answer("application/json", '{"object": "list", "data": [{"id": "m", "object": "model"}]}')
+        elif self.memory is None:
+            self.send_error(404)
+        else:
+            self._answer("application/json", self.memory)
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer("text/event-stream", STREAM)
+
+    def _answer(self, kind: str, text: str) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: object) -> None:
+        """Nothing on the terminal."""
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[str | None], tuple[str, list[str]]]]:
+    with ExitStack() as stack:
+
+        def start(memory: str | None) -> tuple[str, list[str]]:
+            asked: list[str] = []
+            handler = type("Handler", (_Server,), {"memory": memory, "asked": asked})
+            server = stack.enter_context(HTTPServer(("127.0.0.1", 0), handler))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            return f"http://127.0.0.1:{server.server_port}/v1", asked
+
+        yield start
+
+
+def test_what_a_turn_held(serve: Callable[[str | None], tuple[str, list[str]]]) -> None:
+    url, asked = serve(MEMORY)
+    result = CliRunner().invoke(app, ["chat", "--url", url], input="one\n/retention 0.5\ntwo\n")
+    line = "100 prompt tokens, 5 generated; held 2.0 MiB of 8.0 MiB at full KV, 25.0 %"
+    assert result.stdout.splitlines() == ["Seven.", line, "Seven.", line]
+    question = "/v1/tangram/memory?prompt_tokens=100&generated_tokens=5"
+    assert [path for path in asked if "memory" in path] == [question, f"{question}&retention=0.5"]
+
+
+@pytest.mark.parametrize("memory", [None, "[]", "{}"])
+def test_a_server_that_does_not_say_what_it_holds(
+    memory: str | None, serve: Callable[[str | None], tuple[str, list[str]]]
+) -> None:
+    url, _ = serve(memory)
+    result = CliRunner().invoke(app, ["chat", "--url", url], input="one\n")
+    assert (result.exit_code, result.stdout.splitlines()) == (0, ["Seven.", "100 prompt tokens, 5 generated"])
 
 
 def test_documents_go_with_the_first_message_that_is_answered() -> None:

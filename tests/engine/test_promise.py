@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 from tests.engine.drive import SMALL, Engine
+from vllm.v1.request import Request
 
+from vllm_tangram.engine.setup import layout_of
 from vllm_tangram.errors import TangramError
 
 pytestmark = pytest.mark.engine
@@ -46,6 +48,38 @@ def test_a_long_prompt_holds_what_was_promised(
     assert held * 4 * BLOCK >= 0.9 * retention * full_kv
     # the share itself, to be read in the log: the floor is what one window and one partial block are
     print(f"retention {retention}: held {held * 4 * BLOCK / full_kv:.4f} of full KV, floor {floor / full_kv:.4f}")
+
+
+def test_memory_is_foretold(
+    make_engine: Callable[..., Engine],
+    skewed_profile: Callable[[str], str],
+    token_ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What arithmetic says of a request is what it gives back when it ends."""
+    engine = make_engine(scorer="snapkv", profile=skewed_profile("snapkv"), **SMALL)
+    layout = layout_of(engine.llm.llm_engine.vllm_config)
+    pages, held = engine.scheduler.pages, 0
+
+    def leave(request: Request) -> None:
+        nonlocal held
+        held = len(pages.req_to_blocks[request.request_id])
+        type(pages).leave(pages, request)
+
+    monkeypatch.setattr(pages, "leave", leave)
+    for prompt_len, new, retention in ((700, 40, None), (130, 1, 0.1), (513, 97, 0.7), (31, 2, 1.0)):
+        engine.add("foretold", token_ids[:prompt_len], new, retention=retention)
+        engine.run()
+        foretold = engine.llm.tangram_memory(prompt_len, new, retention)
+        assert foretold["pages"] == held
+        assert foretold["bytes"] == held * layout.page_bytes
+        assert foretold["retention"] == (0.25 if retention is None else retention)
+        assert foretold["full_kv_bytes"] == 30 * 3 * -(-(prompt_len + new - 1) // BLOCK) * BLOCK * 2 * 64 * 4
+    for prompt_len, new in ((0, 1), (10, -1), (1000, 25)):
+        with pytest.raises(TangramError, match=r"at most 1024 tokens in all \(--max-model-len\)"):
+            engine.llm.tangram_memory(prompt_len, new)
+    with pytest.raises(TangramError, match=r"retention must be in"):
+        engine.llm.tangram_memory(10, 1, 1.5)
 
 
 def peak_running(engine: Engine, prompts: list[list[int]], max_tokens: int) -> int:

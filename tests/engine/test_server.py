@@ -150,7 +150,7 @@ def test_streaming_gives_the_same_text(server: Server) -> None:
 )
 def test_retention_of_a_request(server: Server, asked: float | None, least: float, most: float) -> None:
     server.wait_until_idle()
-    with server.chat(LONG, max_tokens=64, stream=True, **(retention(asked) if asked else {})) as stream:
+    with server.chat(LONG, max_tokens=256, stream=True, **(retention(asked) if asked else {})) as stream:
         next(chunk for chunk in stream if chunk.choices and chunk.choices[0].delta.content)
         kept = server.metric("tangram:kv_retained_fraction")
     assert least <= kept <= most
@@ -234,6 +234,26 @@ def test_chat_command(server: Server, tmp_path: Path) -> None:
     assert prompts[0] < prompts[1] < prompts[0] + 100  # the second asks with the first turn before it
     assert prompts[2] == pytest.approx(prompts[0], abs=20)  # /reset: the document alone
     assert float(figures[0][1]) < 40 < float(figures[1][1])
+
+
+def test_memory_is_foretold(server: Server) -> None:
+    def ask(**asked: object) -> httpx.Response:
+        return server.http.get("/v1/tangram/memory", params=asked)  # type: ignore[arg-type]
+
+    usual, more = ask(prompt_tokens=2000).json(), ask(prompt_tokens=2000, generated_tokens=100, retention=1).json()
+    assert (usual["retention"], more["retention"]) == (0.25, 1)
+    assert usual["bytes"] == usual["pages"] * server.metric("tangram:page_bytes")
+    assert usual["bytes"] < 0.3 * usual["full_kv_bytes"] < 0.3 * more["full_kv_bytes"] <= 0.3 * more["bytes"]
+    for wrong, reason in (
+        ({"prompt_tokens": 0}, "at least 1 prompt token"),
+        ({"prompt_tokens": 5000}, "at most 4096 tokens"),
+        ({"prompt_tokens": 10, "retention": 0.01}, "--retention-floor"),
+        ({"prompt_tokens": "ten"}, "prompt_tokens"),
+        ({}, "prompt_tokens"),
+    ):
+        refused = ask(**wrong)
+        assert refused.status_code == 400, refused.text
+        assert reason in refused.text
 
 
 def test_sessions(server: Server) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +19,10 @@ from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from openai import OpenAI
+    from openai.types import CompletionUsage
     from openai.types.chat import ChatCompletionMessageParam
 
 _COMMANDS = "/retention R, /file PATH, /reset, /quit"
-_SAMPLING_SECONDS = 0.25
 
 
 def chat(
@@ -104,42 +102,6 @@ class Conversation:
         self.documents = []
 
 
-@dataclass(frozen=True)
-class ServerPages:
-    """The server's page pool at one moment, over all requests that run.
-
-    Attributes:
-        held: bytes of the pages in use.
-        kept: that over full KV.
-        running: requests that run.
-
-    """
-
-    held: float
-    kept: float
-    running: float
-
-    @classmethod
-    def read(cls, metrics: str) -> ServerPages | None:
-        """From the text of ``/metrics``; None when nothing runs or the server has no head-group pages."""
-        pages = _metric(metrics, "tangram:pages", 'state="in_use"')
-        kept = _metric(metrics, "tangram:kv_retained_fraction")
-        if not pages or not kept:
-            return None
-        return cls(pages * _metric(metrics, "tangram:page_bytes"), kept, _metric(metrics, "vllm:num_requests_running"))
-
-    def __str__(self) -> str:
-        whose = f" ({self.running:.0f} requests together)" if self.running > 1 else ""
-        full = human_bytes(self.held / self.kept)
-        return f"the server held {human_bytes(self.held)} of {full} at full KV, {percent(self.kept)}{whose}"
-
-
-def _metric(text: str, name: str, label: str = "") -> float:
-    """Sum of a metric's series, 0 without any."""
-    found = re.findall(rf"^{re.escape(name)}(?:\{{.*{re.escape(label)}.*\}})? (\S+)$", text, re.MULTILINE)
-    return sum(map(float, found))
-
-
 def _connect(url: str, model: str | None) -> tuple[OpenAI, str]:
     """A client of the server, and the model to ask.
 
@@ -178,66 +140,55 @@ def _turn(
 
     sent = conversation.with_question(question)
     extra = {} if retention is None else {"vllm_xargs": {"retention": retention}}
-    answer, usage = "", None
+    answer = ""
+    usage: CompletionUsage | None = None
     interrupted = False
-    with _PageWatch(str(client.base_url.join("../"))) as watch:
-        try:
-            with client.chat.completions.create(
-                messages=sent, stream=True, stream_options={"include_usage": True}, extra_body=extra, **options
-            ) as stream:
-                for chunk in stream:
-                    usage = chunk.usage or usage
-                    text = (chunk.choices[0].delta.content or "") if chunk.choices else ""
-                    if not text:
-                        continue
-                    answer += text
-                    sys.stdout.write(text)
-                    sys.stdout.flush()
-        except KeyboardInterrupt:
-            interrupted = True
-        except (openai.APIError, httpx.HTTPError) as error:
-            raise TangramError(_reason(error)) from error
-        finally:
-            if answer:
-                print()
+    try:
+        with client.chat.completions.create(
+            messages=sent, stream=True, stream_options={"include_usage": True}, extra_body=extra, **options
+        ) as stream:
+            for chunk in stream:
+                usage = chunk.usage or usage
+                text = (chunk.choices[0].delta.content or "") if chunk.choices else ""
+                answer += text
+                sys.stdout.write(text)
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        interrupted = True
+    except (openai.APIError, httpx.HTTPError) as error:
+        raise TangramError(_reason(error)) from error
+    finally:
+        if answer:
+            print()
     if answer:
         conversation.add(sent, answer)
-    counts = f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated" if usage else "no token counts"
-    facts = [*(["stopped"] if interrupted else []), counts, *([str(watch.last)] if watch.last else [])]
+    facts = ["stopped"] if interrupted else []
+    if usage is None:
+        facts.append("no token counts")
+    else:
+        facts.append(f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} generated")
+        if memory := _memory(client, usage, retention):
+            facts.append(memory)
     console().print(Text("; ".join(facts), style="dim"))
 
 
-class _PageWatch:
-    """Reads the server's pages while a request runs: they are gone once the answer is complete, however short it was.
+def _memory(client: OpenAI, usage: CompletionUsage, retention: float | None) -> str | None:
+    """What the request held when it ended; None from a server that is not `tangram serve`."""
+    import openai
 
-    Attributes:
-        last: the newest figures in which anything ran.
-
-    """
-
-    def __init__(self, url: str) -> None:
-        self.last: ServerPages | None = None
-        self._url = url
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> _PageWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        import httpx
-
-        with httpx.Client(base_url=self._url, timeout=5) as http:
-            while not self._done.wait(_SAMPLING_SECONDS):
-                try:
-                    self.last = ServerPages.read(http.get("metrics").text) or self.last
-                except httpx.HTTPError:  # a proxy may serve the API alone
-                    return
+    asked = {
+        "prompt_tokens": usage.prompt_tokens,
+        "generated_tokens": usage.completion_tokens,
+        **({} if retention is None else {"retention": retention}),
+    }
+    try:
+        answer = client.get("/tangram/memory", cast_to=object, options={"params": asked})
+    except openai.APIError:  # a stock server, or a proxy that lets the OpenAI API alone through
+        return None
+    if not isinstance(answer, dict) or not {"bytes", "full_kv_bytes"} <= answer.keys():
+        return None
+    held, full = answer["bytes"], answer["full_kv_bytes"]
+    return f"held {human_bytes(held)} of {human_bytes(full)} at full KV, {percent(held / full)}"
 
 
 def _reason(error: Exception) -> str:

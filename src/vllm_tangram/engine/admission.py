@@ -10,7 +10,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 from vllm.v1.engine.input_processor import InputProcessor
 
-from vllm_tangram.engine.setup import OPTIONS_KEY, plan_of
+from vllm_tangram.engine.setup import OPTIONS_KEY, layout_of, plan_of
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -66,6 +66,42 @@ def check_request(vllm_config: VllmConfig, request: EngineCoreRequest) -> None:
             f"has {pool}: shorten it, ask for a smaller retention, or give the server more KV memory "
             "(--kv-cache-memory-bytes or --gpu-memory-utilization)"
         )
+
+
+def request_memory(
+    vllm_config: VllmConfig, prompt_tokens: int, generated_tokens: int = 0, retention: float | None = None
+) -> dict[str, float | int]:
+    """What a request holds at its end, by arithmetic: nothing has to run for it.
+
+    Args:
+        vllm_config: of the engine.
+        prompt_tokens: P, at least 1.
+        generated_tokens: at least 0; the last one is never stored.
+        retention: what the request asks for; None: the server's.
+
+    Returns:
+        ``retention`` it is compressed to, ``pages``, ``bytes``, and ``full_kv_bytes`` of the same tokens at full KV.
+
+    Raises:
+        TangramError: a bad retention, or more tokens than the model's context has.
+
+    """
+    plan, layout = plan_of(vllm_config), layout_of(vllm_config)
+    asked = plan.config.retention if retention is None else plan.config.request_retention(retention)
+    longest = vllm_config.model_config.max_model_len
+    if prompt_tokens < 1 or generated_tokens < 0 or prompt_tokens + generated_tokens > longest:
+        raise TangramError(
+            f"a request has at least 1 prompt token and at most {longest} tokens in all (--max-model-len), got "
+            f"{prompt_tokens} prompt tokens and {generated_tokens} generated ones"
+        )
+    tokens = prompt_tokens + max(generated_tokens - 1, 0)
+    pages = plan.schedule(asked).num_pages(tokens, prompt_tokens)
+    return {
+        "retention": plan.quantise(asked),
+        "pages": pages,
+        "bytes": pages * layout.page_bytes,
+        "full_kv_bytes": layout.full_kv_bytes(tokens),
+    }
 
 
 def install_request_check() -> None:

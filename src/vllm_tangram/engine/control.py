@@ -48,9 +48,9 @@ def install_endpoints() -> None:
 
     @functools.wraps(original)
     def load_endpoint_plugins(*args: Any, **kwargs: Any) -> list[EndpointPlugin]:
-        from vllm_tangram.engine.endpoints import SessionEndpoints
+        from vllm_tangram.engine.endpoints import TangramEndpoints
 
-        return [*original(*args, **kwargs), SessionEndpoints()]
+        return [*original(*args, **kwargs), TangramEndpoints()]
 
     setattr(load_endpoint_plugins, _MARK, True)
     vllm.plugins.load_endpoint_plugins = load_endpoint_plugins

@@ -17,6 +17,7 @@ from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.metrics.loggers import PerEngineStatLoggerAdapter
 
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.admission import request_memory
 from vllm_tangram.engine.control import DROP, LIST, unknown_sessions
 from vllm_tangram.engine.metrics import TangramStatLogger
 from vllm_tangram.engine.options import split_options
@@ -90,6 +91,12 @@ class LLM(vllm.LLM):
             "pages_staging": staging_pages(self.llm_engine.vllm_config),
             "kv_retained_fraction": stats.kept_fraction,
         }
+
+    def tangram_memory(
+        self, prompt_tokens: int, generated_tokens: int = 0, retention: float | None = None
+    ) -> dict[str, float | int]:
+        """What a request holds at its end, before it runs: see ``engine.admission.request_memory``."""
+        return request_memory(self.llm_engine.vllm_config, prompt_tokens, generated_tokens, retention)
 
     def tangram_sessions(self) -> list[dict[str, Any]]:
         """The conversations and documents whose compressed state can be found, the last used first.
