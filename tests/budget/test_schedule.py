@@ -157,6 +157,6 @@ def test_building_is_fast() -> None:
     curve = skewed_curve(36 * 32)
     groups = group_members(curve.at(0.25), (36, 32), 4, "global")
     case = Case(curve, groups, 0.25, block_size=16, chunk=128, sinks=4, window=64, n_max=4096)
-    started = time.perf_counter()
+    started = time.process_time()
     assert case.build().kept.shape == (4097, 288)
-    assert time.perf_counter() - started < 1.0  # about 0.05 s where nothing else runs
+    assert time.process_time() - started < 1.0  # about 0.05 s where nothing else runs
