@@ -19,6 +19,7 @@ SMALL: dict[str, Any] = {
     "window": 16,
     "max_model_len": 1024,
     "max_num_seqs": 16,
+    "max_num_batched_tokens": 128 + 16,  # a chunk a step
     "kv_cache_memory_bytes": 300 << 20,
 }
 

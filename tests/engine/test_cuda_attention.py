@@ -75,8 +75,11 @@ def flash_attention(
 class Request:
     """Its tokens' tensors, drawn beforehand, and what the reference keeps of them."""
 
-    def __init__(self, slot: int, prompt_len: int, retention: float, generator: torch.Generator) -> None:
+    def __init__(
+        self, slot: int, prompt_len: int, retention: float, generator: torch.Generator, chunks_per_step: int = 1
+    ) -> None:
         self.slot, self.prompt_len, self.retention = slot, prompt_len, retention
+        self.chunks_per_step = chunks_per_step
         self.computed = 0
         self.pages = 0
         size = prompt_len + 80
@@ -90,7 +93,7 @@ class Request:
     def next_tokens(self) -> int:
         if self.computed >= self.prompt_len:
             return 1
-        return min(CHUNK - self.computed % CHUNK, self.prompt_len - self.computed)
+        return min(self.chunks_per_step * CHUNK - self.computed % CHUNK, self.prompt_len - self.computed)
 
 
 class Engine:
@@ -198,12 +201,14 @@ class Engine:
             output = torch.full((sum(lens) + padding, HEADS * RATIO, DIM), float("nan"))
             impl.forward(None, *parts, self.pool, metadata, output)
             for request, n, first in zip(batch, lens, starts.tolist(), strict=False):
-                self._check(layer, request, n, output[first : first + n])
+                for done in range(0, n, CHUNK):  # steps begin at whole chunks, but for decodes
+                    chunk = min(CHUNK, n - done)
+                    self._check(layer, request, request.computed + done, chunk, output[first + done :][:chunk])
         for request, n in zip(batch, lens, strict=True):
             request.computed += n
 
-    def _check(self, layer: int, request: Request, n: int, output: torch.Tensor) -> None:
-        new = slice(request.computed, request.computed + n)
+    def _check(self, layer: int, request: Request, start: int, n: int, output: torch.Tensor) -> None:
+        new = slice(start, start + n)
         query, key, value = request.query[layer, new], request.key[layer, new], request.value[layer, new]
         held = request.kept[layer]
         keys = [torch.cat([held[h][0], key[:, h]]) for h in range(HEADS)]
@@ -211,18 +216,16 @@ class Engine:
         expected = ragged_attention(query, keys, values, SCALE)
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
         schedule = self.runner.schedules[request.slot]
-        lengths = schedule.lengths(request.computed + n, request.prompt_len) - schedule.lengths(
-            request.computed, request.prompt_len
-        )
+        lengths = schedule.lengths(start + n, request.prompt_len) - schedule.lengths(start, request.prompt_len)
         keep = lengths[self.plan.groups.group[layer]]
         if (keep == n).all():
             chosen = torch.arange(n).repeat(HEADS)
         else:
-            scores = self.scorer.score(query, key, value, context(self.config, request))
+            scores = self.scorer.score(query, key, value, context(self.config, start))
             chosen = select_tokens(
                 scores,
                 keep.tolist(),
-                protect_head=max(0, min(self.config.sinks - request.computed, n)),
+                protect_head=max(0, min(self.config.sinks - start, n)),
                 protect_tail=min(self.config.window, n),
             )
         for h, tokens in enumerate(chosen.split(keep.tolist())):
@@ -232,10 +235,10 @@ class Engine:
             )
 
 
-def context(config: TangramConfig, request: Request) -> Any:
+def context(config: TangramConfig, start: int) -> Any:
     from vllm_tangram.compression import ChunkContext
 
-    return ChunkContext(sinks=config.sinks, window=config.window, scale=SCALE, start=request.computed)
+    return ChunkContext(sinks=config.sinks, window=config.window, scale=SCALE, start=start)
 
 
 @pytest.mark.parametrize(("group_size", "scorer"), [(1, "keydiff"), (4, "snapkv")])
@@ -261,6 +264,21 @@ def test_steps_equal_a_dense_reference(group_size: int, scorer: str, monkeypatch
     engine.admit(reused)
     engine.step([reused, first])
     engine.step([reused, first])
+
+
+def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second chunk attends to what the first kept, in the same step; requests have one, two and three of them."""
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    generator = torch.Generator().manual_seed(11)
+    engine = Engine(4, "keydiff")
+    most = Request(1, 2 * CHUNK + 1, 0.5, generator, chunks_per_step=3)  # its last chunk is one token
+    two = Request(3, 4 * CHUNK - 9, 0.3, generator, chunks_per_step=2)
+    one = Request(0, 2 * CHUNK, 0.5, generator)
+    for request in (most, two, one):
+        engine.admit(request)
+    for _ in range(4):
+        engine.step([most, two, one])
+    assert [request.computed for request in (most, two, one)] == [2 * CHUNK + 4, 4 * CHUNK - 7, 2 * CHUNK + 2]
 
 
 def test_warming_up_touches_no_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,3 +83,38 @@ def test_alone_and_among_others(
     assert len(answers) == 17
     assert crowded == alone
     assert answers["probe"].tokens == expected.tokens
+
+
+def test_several_chunks_in_a_step(
+    make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str], token_ids: list[int]
+) -> None:
+    """How many chunks of a prompt a step takes changes nothing but the number of steps."""
+    prompt, start = token_ids[5000:5450], token_ids[100:700]
+    seen = []
+    for step_tokens in (128 + 16, 4 * 128 + 16):
+        options = SMALL | {
+            "scorer": "snapkv",
+            "profile": skewed_profile("snapkv"),
+            "max_num_batched_tokens": step_tokens,
+        }
+        engine = make_engine(**options)
+        assert engine.llm.llm_engine.reset_prefix_cache()
+        steps = 0
+
+        def before_step(step: int) -> None:
+            nonlocal steps
+            steps = step
+
+        with recorded(engine, "probe") as kept:
+            engine.add("other", start, 40)  # takes part of the first steps
+            engine.add("probe", prompt, 8)
+            answers = engine.run(before_step)
+        (again,) = engine.ask([prompt], 8)
+        assert again.cached == 3 * 128  # every whole chunk of a step is a checkpoint
+        assert again.tokens == answers["probe"].tokens
+        seen.append((kept, answers["probe"].tokens, answers["other"].tokens, steps))
+    (one, tokens, others, many_steps), (several, *same, few_steps) = seen
+    assert several == one
+    assert len(one) == 30 * 4
+    assert same == [tokens, others]
+    assert few_steps == many_steps - 3  # the five chunks of the other prompt in two steps

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from vllm_tangram.compression import ChunkContext
@@ -25,6 +26,21 @@ class Chunk:
     num_tokens: int
     position: int
     request: int
+
+    @classmethod
+    def split(
+        cls, first: int, num_tokens: int, position: int, request: int, *, prompt_len: int, chunk_size: int
+    ) -> Iterator[Chunk]:
+        """The chunks of a request's tokens in a step, in order; a step may take several of one prompt.
+
+        They end at multiples of ``chunk_size`` and at the step's end; replayed tokens, at and after ``prompt_len``, are
+        one piece, since they evict nothing.
+        """
+        end = position + num_tokens
+        while position < end:
+            stop = end if position >= prompt_len else min(end, (position // chunk_size + 1) * chunk_size)
+            yield Chunk(first=first, num_tokens=stop - position, position=position, request=request)
+            first, position = first + stop - position, stop
 
     @property
     def tokens(self) -> slice:

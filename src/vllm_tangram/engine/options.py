@@ -34,6 +34,7 @@ class _Platform:
         takes_block: whether its kernels can read blocks of a size.
         block_rule: that, for messages.
         chunk_size: prompt tokens compressed at once unless given.
+        step_tokens: prompt tokens that a step takes unless given, in whole chunks, at least one.
 
     """
 
@@ -43,6 +44,7 @@ class _Platform:
     takes_block: Callable[[int], bool]
     block_rule: str
     chunk_size: int
+    step_tokens: int
 
 
 _CPU = _Platform(
@@ -52,6 +54,7 @@ _CPU = _Platform(
     takes_block=lambda size: size % 32 == 0,
     block_rule="a multiple of 32",
     chunk_size=2048,
+    step_tokens=2048,
 )
 _CUDA = _Platform(
     name="CUDA",
@@ -60,6 +63,7 @@ _CUDA = _Platform(
     takes_block=lambda size: size in (16, 32, 64, 128),
     block_rule="16, 32, 64 or 128",
     chunk_size=8192,
+    step_tokens=8192,
 )
 
 
@@ -116,7 +120,8 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
         raise TangramError(f"--chunk-size ({config.chunk_size}) must be a multiple of --block-size ({block_size})")
     given.setdefault("enable_prefix_caching", True)
     given.setdefault("max_num_seqs", _DEFAULT_MAX_NUM_SEQS)
-    given.setdefault("max_num_batched_tokens", config.chunk_size + given["max_num_seqs"])
+    step_tokens = max(config.chunk_size, platform.step_tokens)
+    given.setdefault("max_num_batched_tokens", step_tokens + given["max_num_seqs"])
     if platform is _CPU:
         # vLLM's V2 runner needs Triton, which serves no CPU here; its choice is read from the environment only.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")

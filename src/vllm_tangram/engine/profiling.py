@@ -38,19 +38,21 @@ class ScoreObserver:
         self.config = config_of(vllm_config)
         self.num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
         self.retentions = list(retentions)
-        self._scores: dict[int, list[torch.Tensor]] = {}  # chunk (by batch row) -> scores of the layers so far
+        # Chunk, by batch row and position -> scores of the layers so far.
+        self._scores: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._kept: list[np.ndarray] = []  # per sample [R, L, H] tokens
         self._tokens: list[int] = []
 
     def observe(self, layer: int, chunk: Chunk, scores: torch.Tensor) -> None:
         """Take one layer's scores ``[H, T]`` of a chunk; the last layer closes the chunk."""
-        layers = self._scores.setdefault(chunk.request, [])
+        key = (chunk.request, chunk.position)
+        layers = self._scores.setdefault(key, [])
         assert len(layers) == layer, "layers run in order"
         layers.append(scores.clone())
         if len(layers) < self.num_layers:
             return
         kept = compete(
-            torch.stack(self._scores.pop(chunk.request)),
+            torch.stack(self._scores.pop(key)),
             self.retentions,
             protect_head=chunk.protect_head(self.config),
             protect_tail=chunk.protect_tail(self.config),

@@ -169,6 +169,7 @@ def make_profile(
         retention=1.0,
         page_group_size=1,
         max_num_seqs=1,
+        max_num_batched_tokens=config.chunk_size + 1,
         max_model_len=longest,
         kv_cache_memory_bytes=_full_kv_bytes(served, longest, config.chunk_size),
         enforce_eager=True,

@@ -79,7 +79,7 @@ class TangramScheduler(Scheduler):
         return int(self.kv_cache_config.num_blocks) - 1  # vLLM keeps block 0 as its null block
 
     def _reserve_prefill_lookahead(self, request: Request, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Whole chunks only: up to the next multiple of the chunk size, or the prompt's end; else not in this step.
+        """Whole chunks only: up to a multiple of the chunk size, or the prompt's end; else not in this step.
 
         So what a request keeps, and what it answers, does not depend on who shares its steps.
         """
@@ -89,9 +89,9 @@ class TangramScheduler(Scheduler):
         if num_computed_tokens >= prompt_len:
             return num_new_tokens
         chunk_size = self.plan.config.chunk_size
-        end = min((num_computed_tokens // chunk_size + 1) * chunk_size, prompt_len)
-        chunk = end - num_computed_tokens
-        return chunk if num_new_tokens >= chunk else 0
+        reached = num_computed_tokens + num_new_tokens
+        end = prompt_len if reached >= prompt_len else reached // chunk_size * chunk_size
+        return max(end - num_computed_tokens, 0)
 
     def _get_local_prefix_cache_hit(self, request: Request) -> tuple[KVCacheBlocks, int, int, bool]:
         """Begin with the longest compressed prefix that is still there."""

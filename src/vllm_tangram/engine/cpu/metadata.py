@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class DecodeRows:
 class PrefillRow(Chunk):
     """Several new tokens of one request: a chunk of its prompt, or generated tokens replayed after a preemption.
 
+    Rows run in order, so a chunk finds in the pages what the chunks before it kept, also those of its own step.
+
     ::
 
         before[g]              num_tokens
@@ -49,7 +52,7 @@ class PrefillRow(Chunk):
 
     Attributes:
         slot: page-table slot.
-        before: ``[N]`` tokens held before the step; whole blocks unless the row is ``direct``.
+        before: ``[N]`` tokens held before the row; whole blocks unless it is ``direct``.
         after: ``[N]`` tokens held after it.
         staging_block: first of the staging blocks that hold the row, one run per KV head; -1 if ``direct``.
 
@@ -105,32 +108,51 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         runner.page_table.ingest_all(
             slots, np.arange(num_reqs, dtype=np.int32), flat.block_table.np, flat.num_blocks_per_row
         )
-        after = np.empty((num_reqs, self.num_groups), np.int32)
-        runner.page_table.lengths(slots, before_tokens + query_lens, after)
-
         num_decodes = int(np.argmin(np.append(query_lens == 1, False)))
-        decodes = DecodeRows(slots[:num_decodes], after[:num_decodes]) if num_decodes else None
-        before = np.empty((num_reqs - num_decodes, self.num_groups), np.int32)
-        runner.page_table.lengths(slots[num_decodes:], before_tokens[num_decodes:], before)
-        prefills = []
+        decodes = None
+        if num_decodes:
+            lengths = self._lengths(slots[:num_decodes], before_tokens[:num_decodes] + 1)
+            decodes = DecodeRows(slots[:num_decodes], lengths)
+        chunks = [
+            chunk
+            for request in range(num_decodes, num_reqs)
+            for chunk in Chunk.split(
+                int(starts[request]),
+                int(query_lens[request]),
+                int(before_tokens[request]),
+                request,
+                prompt_len=int(runner.input_batch.num_prompt_tokens[request]),
+                chunk_size=runner.plan.config.chunk_size,
+            )
+        ]
+        return HeadGroupMetadata(runner.page_table, decodes, tuple(self._rows(chunks, slots)), runner.observer)
+
+    def _rows(self, chunks: list[Chunk], slots: Ints) -> Iterator[PrefillRow]:
+        """Give every chunk its staging blocks, unless it evicts nothing."""
+        runner = self.runner
+        assert runner is not None
+        slots = slots[[chunk.request for chunk in chunks]]
+        positions = np.array([chunk.position for chunk in chunks], np.int64)
+        before = self._lengths(slots, positions)
+        after = self._lengths(slots, positions + np.array([chunk.num_tokens for chunk in chunks], np.int64))
         staging_block = runner.first_staging_block
-        for row, request in enumerate(range(num_decodes, num_reqs)):
-            num_tokens = int(query_lens[request])
+        for row, chunk in enumerate(chunks):
             # A whole chunk is staged even if one group alone evicts: one path for all heads of a layer.
-            staged = bool((after[request] - before[row] < num_tokens).any())
-            prefills.append(
-                PrefillRow(
-                    first=int(starts[request]),
-                    num_tokens=num_tokens,
-                    position=int(before_tokens[request]),
-                    slot=int(slots[request]),
-                    before=before[row],
-                    after=after[request],
-                    staging_block=staging_block if staged else -1,
-                    request=request,
-                )
+            staged = bool((after[row] - before[row] < chunk.num_tokens).any())
+            yield PrefillRow(
+                **vars(chunk),
+                slot=int(slots[row]),
+                before=before[row],
+                after=after[row],
+                staging_block=staging_block if staged else -1,
             )
             if staged:
-                staging_block += -(-num_tokens // self.block_size) * self.num_kv_heads
+                staging_block += -(-chunk.num_tokens // self.block_size) * self.num_kv_heads
         assert staging_block <= runner.last_staging_block, "the step does not fit in the staging pages"
-        return HeadGroupMetadata(runner.page_table, decodes, tuple(prefills), runner.observer)
+
+    def _lengths(self, slots: Ints, tokens: Ints) -> Ints:
+        """[R, N] tokens that each group holds when requests have ``tokens``."""
+        assert self.runner is not None
+        lengths = np.empty((len(slots), self.num_groups), np.int32)
+        self.runner.page_table.lengths(slots, tokens, lengths)
+        return lengths

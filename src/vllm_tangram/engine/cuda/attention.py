@@ -28,6 +28,7 @@ from vllm_tangram.engine.cuda.metadata import (
     HeadGroupMetadataBuilder,
     History,
     PrefillStep,
+    Wave,
 )
 
 
@@ -158,9 +159,9 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             query[rows],
             key[rows],
             value[rows],
-            max_seqlen_q=step.rows.max_tokens,
+            max_seqlen_q=step.max_tokens,
             cu_seqlens_q=step.starts,
-            max_seqlen_k=step.rows.max_tokens,
+            max_seqlen_k=step.max_tokens,
             cu_seqlens_k=step.starts,
             softmax_scale=self.scale,
             causal=True,
@@ -168,29 +169,36 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             return_softmax_lse=True,
             out=output[rows],
         )
-        for history in step.histories:
-            chunk = step.chunks[history.index]
-            local = slice(chunk.first - step.first, chunk.first - step.first + chunk.num_tokens)
-            self._attend_history(
-                history, step, metadata, query[chunk.tokens], pool, output[chunk.tokens], lse[:, local]
-            )
-        observer = metadata.observer
         scores = torch.empty(self.num_kv_heads, len(key), dtype=torch.float32, device=key.device)
-        for chunk in step.scored if observer is None else step.chunks:
+        places = torch.empty(self.num_kv_heads, len(key), dtype=torch.int32, device=key.device)
+        for wave in step.waves:
+            for history in wave.histories:
+                chunk = wave.chunks[history.index]
+                local = slice(chunk.first - step.first, chunk.first - step.first + chunk.num_tokens)
+                self._attend_history(
+                    history, wave, metadata, query[chunk.tokens], pool, output[chunk.tokens], lse[:, local]
+                )
+            self._score(wave, metadata, query, key, value, scores)
+            select(scores, places, rows=wave.rows, heads=self.heads)
+            write_tokens(
+                key, value, places, pool, rows=wave.rows, flat=metadata.flat, pages=metadata.pages, heads=self.heads
+            )
+
+    def _score(
+        self, wave: Wave, metadata: HeadGroupMetadata, query: Tensor, key: Tensor, value: Tensor, scores: Tensor
+    ) -> None:
+        """Fill in the scores ``[H, T]`` of the chunks of which something is evicted, or all if somebody observes."""
+        observer = metadata.observer
+        for chunk in wave.scored if observer is None else wave.chunks:
             q, k, v = query[chunk.tokens], key[chunk.tokens], value[chunk.tokens]
             scores[:, chunk.tokens] = self.scorer.score(q, k, v, chunk.context(self.config, self.scale))
             if observer is not None:
                 observer.observe(self.index, chunk, scores[:, chunk.tokens])
-        places = torch.empty(self.num_kv_heads, len(key), dtype=torch.int32, device=key.device)
-        select(scores, places, rows=step.rows, heads=self.heads)
-        write_tokens(
-            key, value, places, pool, rows=step.rows, flat=metadata.flat, pages=metadata.pages, heads=self.heads
-        )
 
     def _attend_history(
         self,
         history: History,
-        step: PrefillStep,
+        wave: Wave,
         metadata: HeadGroupMetadata,
         query: Tensor,
         pool: Tensor,
@@ -204,7 +212,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         retained_blocks(
             blocks,
             history.index,
-            rows=step.rows,
+            rows=wave.rows,
             flat=metadata.flat,
             pages=metadata.pages,
             heads=self.heads,
@@ -220,7 +228,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             max_seqlen_q=num_tokens,
             cu_seqlens_q=history.starts,
             max_seqlen_k=history.max_before,
-            seqused_k=step.rows.before[history.index].index_select(0, self.heads.group),
+            seqused_k=wave.rows.before[history.index].index_select(0, self.heads.group),
             block_table=blocks,
             softmax_scale=self.scale,
             causal=False,
@@ -233,6 +241,6 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             retained.view(num_heads, num_tokens, -1, self.head_size),
             retained_lse,
             history.index,
-            rows=step.rows,
+            rows=wave.rows,
             heads=self.heads,
         )

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from vllm_tangram.engine.cuda.runner import TangramGPUModelRunner
     from vllm_tangram.engine.profiling import ScoreObserver
     from vllm_tangram.pages.device import DevicePages
+
+Ints = npt.NDArray[np.int32]
 
 _HEADER = 5  # of a prefill row: first, num_tokens, slot, protected head and tail
 
@@ -47,10 +51,10 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class History:
-    """A row that continues a prompt: its queries also attend to what earlier chunks kept.
+    """A chunk that continues a prompt: its queries also attend to what earlier chunks kept.
 
     Attributes:
-        index: p, its place in the rows.
+        index: p, its place in its wave's rows.
         starts: ``[H + 1]`` int32 on the device, multiples of the row's tokens: one sequence per KV head.
         max_before: largest number of tokens that a group holds.
 
@@ -62,25 +66,42 @@ class History:
 
 
 @dataclass(frozen=True)
-class PrefillStep:
-    """Rows of several tokens, after the decode rows.
+class Wave:
+    """Chunks of different requests, which do not depend on each other.
 
     Attributes:
-        first: first token in the batch; all up to the batch's last belong to rows.
-        chunks: the rows.
+        chunks: one a row.
         rows: for the kernels.
-        starts: ``[P + 1]`` int32 on the device, token offsets from ``first``.
-        scored: rows of which something is evicted.
-        histories: rows that continue a prompt.
+        scored: chunks of which something is evicted.
+        histories: chunks that continue a prompt.
+
+    """
+
+    chunks: tuple[Chunk, ...]
+    rows: PrefillRows
+    scored: tuple[Chunk, ...]
+    histories: tuple[History, ...]
+
+
+@dataclass(frozen=True)
+class PrefillStep:
+    """The tokens of the batch after the decode rows.
+
+    A step may take several chunks of a prompt. All attend to themselves at once; then the first chunk of every request
+    is compressed, then the second, which also attends to what the first kept, and so on.
+
+    Attributes:
+        first: first token in the batch; all up to the batch's last belong to chunks.
+        starts: ``[C + 1]`` int32 on the device, token offsets of all chunks from ``first``, in the batch's order.
+        max_tokens: of a chunk.
+        waves: the chunks by their place in their request's part of the step.
 
     """
 
     first: int
-    chunks: tuple[Chunk, ...]
-    rows: PrefillRows
     starts: Tensor
-    scored: tuple[Chunk, ...]
-    histories: tuple[History, ...]
+    max_tokens: int
+    waves: tuple[Wave, ...]
 
 
 @dataclass(frozen=True)
@@ -140,45 +161,74 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         starts = common.query_start_loc_cpu[num_decodes : common.num_reqs + 1].numpy()
         num_rows = len(starts) - 1
         slots = common.req_idx[num_decodes:] if common.req_idx is not None else np.zeros(num_rows, np.int64)
-        plan = runner.plan
-        packed = np.empty((num_rows, _HEADER + 2 * plan.num_groups), np.int32)
-        chunks, scored, histories = [], [], []
-        for p, (slot, first, end) in enumerate(
-            zip(slots.tolist(), starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        ):
-            position = int(runner.req_states.num_computed_tokens_np[slot])
-            chunk = Chunk(first=first, num_tokens=end - first, position=position, request=num_decodes + p)
-            chunks.append(chunk)
+        parts = [
+            [
+                (slot, chunk)
+                for chunk in Chunk.split(
+                    first,
+                    end - first,
+                    int(runner.req_states.num_computed_tokens_np[slot]),
+                    num_decodes + row,
+                    prompt_len=int(runner.req_states.prompt_len.np[slot]),
+                    chunk_size=runner.plan.config.chunk_size,
+                )
+            ]
+            for row, (slot, first, end) in enumerate(
+                zip(slots.tolist(), starts[:-1].tolist(), starts[1:].tolist(), strict=True)
+            )
+        ]
+        waves = [[chunk for chunk in wave if chunk is not None] for wave in zip_longest(*parts)]
+        packed = np.concatenate([self._pack(runner, wave) for wave in waves])
+        device = async_tensor_h2d(packed, device=self.device)  # one copy for all
+        made, row = [], 0
+        for wave in waves:
+            rows = slice(row, row + len(wave))
+            made.append(self._wave(runner, [chunk for _, chunk in wave], packed[rows], device[rows]))
+            row = rows.stop
+        firsts = [chunk.first for part in parts for _, chunk in part]
+        offsets = np.array([*firsts, starts[-1]], np.int32) - starts[0]
+        return PrefillStep(
+            first=int(starts[0]),
+            starts=async_tensor_h2d(offsets.astype(np.int32), device=self.device),
+            max_tokens=int(np.diff(offsets).max()),
+            waves=tuple(made),
+        )
+
+    def _pack(self, runner: TangramGPUModelRunner, wave: list[tuple[int, Chunk]]) -> Ints:
+        """[P, header + 2 N] int32: what the kernels need of each chunk."""
+        num_groups, config = runner.plan.num_groups, runner.plan.config
+        packed = np.zeros((len(wave), _HEADER + 2 * num_groups), np.int32)
+        for row, (slot, chunk) in zip(packed, wave, strict=True):
             schedule = runner.schedules.get(slot)
             if schedule is None:  # a dummy batch: nothing is kept, nothing written
-                packed[p] = 0
-                packed[p, :3] = first, 0, -1
+                row[:3] = chunk.first, 0, -1
                 continue
             prompt_len = int(runner.req_states.prompt_len.np[slot])
-            before = schedule.lengths(position, prompt_len)
-            after = schedule.lengths(position + chunk.num_tokens, prompt_len)
-            packed[p, :_HEADER] = (
-                first,
-                chunk.num_tokens,
-                slot,
-                chunk.protect_head(plan.config),
-                chunk.protect_tail(plan.config),
-            )
-            packed[p, _HEADER : _HEADER + plan.num_groups] = before
-            packed[p, _HEADER + plan.num_groups :] = after - before
-            if (after - before < chunk.num_tokens).any():
-                scored.append(chunk)
-            if position:
-                longest = int(before.max())
-                ends = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * chunk.num_tokens
-                histories.append(History(p, ends, longest))
-        rows = self._rows(packed, max(chunk.num_tokens for chunk in chunks))
-        offsets = async_tensor_h2d((starts - starts[0]).astype(np.int32), device=self.device)
-        return PrefillStep(int(starts[0]), tuple(chunks), rows, offsets, tuple(scored), tuple(histories))
+            before = schedule.lengths(chunk.position, prompt_len)
+            after = schedule.lengths(chunk.position + chunk.num_tokens, prompt_len)
+            protected = chunk.protect_head(config), chunk.protect_tail(config)
+            row[:_HEADER] = (chunk.first, chunk.num_tokens, slot, *protected)
+            row[_HEADER : _HEADER + num_groups] = before
+            row[_HEADER + num_groups :] = after - before
+        return packed
 
-    def _rows(self, packed: np.ndarray, max_tokens: int) -> PrefillRows:
-        device = async_tensor_h2d(packed, device=self.device)
-        num_groups = (packed.shape[1] - _HEADER) // 2
+    def _wave(self, runner: TangramGPUModelRunner, chunks: list[Chunk], packed: Ints, device: Tensor) -> Wave:
+        num_groups = runner.plan.num_groups
+        scored, histories = [], []
+        for p, (chunk, row) in enumerate(zip(chunks, packed, strict=True)):
+            before, keep = row[_HEADER : _HEADER + num_groups], row[_HEADER + num_groups :]
+            if row[2] < 0:
+                continue
+            if (keep < chunk.num_tokens).any():
+                scored.append(chunk)
+            if chunk.position:
+                ends = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * chunk.num_tokens
+                histories.append(History(p, ends, int(before.max())))
+        rows = self._rows(device, max(chunk.num_tokens for chunk in chunks))
+        return Wave(tuple(chunks), rows, tuple(scored), tuple(histories))
+
+    def _rows(self, device: Tensor, max_tokens: int) -> PrefillRows:
+        num_groups = (device.shape[1] - _HEADER) // 2
         return PrefillRows(
             first=device[:, 0],
             num_tokens=device[:, 1],
@@ -201,12 +251,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         packed[0, 2] = -1
         chunk = Chunk(first=0, num_tokens=num_tokens, position=num_tokens, request=0)
         starts = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * num_tokens
-        step = PrefillStep(
-            first=0,
-            chunks=(chunk,),
-            rows=self._rows(packed, num_tokens),
-            starts=starts[:2].clone(),
-            scored=(chunk,),
-            histories=(History(0, starts, 1),),
-        )
+        rows = self._rows(async_tensor_h2d(packed, device=self.device), num_tokens)
+        wave = Wave((chunk,), rows, scored=(chunk,), histories=(History(0, starts, 1),))
+        step = PrefillStep(first=0, starts=starts[:2].clone(), max_tokens=num_tokens, waves=(wave,))
         return HeadGroupMetadata(num_tokens, None, step, runner.pages, runner.flat, None)
