@@ -27,11 +27,19 @@ def test_goes_on_where_it_was(tmp_path: Path) -> None:
     first.add(512, 1, answers(1))
     first.add(512, 0, answers(0))
     again = WorkFile(path, SETUP)
-    assert again.done == first.done == {(512, 0): answers(0), (512, 1): answers(1)}
+    assert again.done == first.done == {(512, 0, ""): answers(0), (512, 1, ""): answers(1)}
     assert again.answers == answers(0) + answers(1)
     again.add(64, 0, answers(5))
     assert len(WorkFile(path, SETUP).done) == 3
     assert len(path.read_text().splitlines()) == 4
+
+
+def test_parts_come_in_the_order_in_which_they_were_asked(tmp_path: Path) -> None:
+    path = tmp_path / "work.jsonl"
+    work = WorkFile(path, SETUP)
+    for case, part in ((1, "z"), (0, "z"), (1, "a"), (0, "a")):
+        work.add(512, case, answers(case)[part == "a" :][:1], part)
+    assert [answer.setting for answer in WorkFile(path, SETUP).answers] == [a.setting for a in answers(0)] * 2
 
 
 @pytest.mark.parametrize("cut", [1, 40, 300])
@@ -43,10 +51,10 @@ def test_a_torn_line_is_asked_again(tmp_path: Path, cut: int) -> None:
     work.add(512, 1, answers(1))
     path.write_bytes(path.read_bytes()[: len(whole) + cut])
     again = WorkFile(path, SETUP)
-    assert set(again.done) == {(512, 0)}
+    assert set(again.done) == {(512, 0, "")}
     assert path.read_bytes() == whole
     again.add(512, 1, answers(1))
-    assert set(WorkFile(path, SETUP).done) == {(512, 0), (512, 1)}
+    assert set(WorkFile(path, SETUP).done) == {(512, 0, ""), (512, 1, "")}
 
 
 def test_a_torn_first_line_is_written_again(tmp_path: Path) -> None:

@@ -3,25 +3,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json as jsonlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
 from vllm_tangram import __version__
-from vllm_tangram.cli.rendering import console, table
+from vllm_tangram.cli.evaluate_run import ask_engines, ask_reference, digest, find_profile, make_cases, served_config
+from vllm_tangram.cli.rendering import console, finite, table
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
-
-if TYPE_CHECKING:
-    from vllm_tangram.budget import RetentionProfile
-    from vllm_tangram.eval.dense import DenseModel
-    from vllm_tangram.eval.records import WorkFile
-    from vllm_tangram.eval.run import Evaluation
-    from vllm_tangram.eval.tasks import Case
 
 TaskName = Literal[
     "needle", "multikey", "multivalue", "kv", "lines", "topics", "manyshot", "dialogues", "perplexity"
@@ -52,8 +45,9 @@ def evaluate(
             help="profile: every head its own, static; dynamic: one threshold for all heads, anew for each context; "
             "adakv: one for each layer; uniform: the same for all heads.",
             metavar="NAME[,NAME...]",
+            show_default="all; with --engine profile,uniform",
         ),
-    ] = "profile,dynamic,adakv,uniform",
+    ] = "",
     alphas: Annotated[str, typer.Option(help="Standard deviations of the budgets.", metavar="X[,X...]")] = str(
         _DEFAULTS["alpha"]
     ),
@@ -77,6 +71,14 @@ def evaluate(
     ] = None,
     question_in_prompt: Annotated[
         bool, typer.Option("--question-in-prompt", help="Compress knowing the question.")
+    ] = False,
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine",
+            help="Ask the real engine, and stock vLLM, instead of the dense reference: right answers only, profile and "
+            "uniform budgets, contexts of whole chunks.",
+        ),
     ] = False,
     data: Annotated[
         Path | None,
@@ -105,32 +107,36 @@ def evaluate(
     from vllm_tangram.embedded import embedded_model
     from vllm_tangram.eval.dense import DenseModel
     from vllm_tangram.eval.records import WorkFile, digest_of_cases
-    from vllm_tangram.eval.run import Evaluation, ask_in_prompt
-    from vllm_tangram.eval.settings import parse_allocations, settings
+    from vllm_tangram.eval.run import ask_in_prompt
+    from vllm_tangram.eval.settings import ALLOCATIONS, parse_allocations, settings
     from vllm_tangram.eval.tasks import TASKS
 
     for option, path in (("--json", json), ("--markdown", markdown), ("--plot", plot), ("--work", work)):
         _check_folder(option, path)
     wanted = settings(
         _parsed("scorer", _items(scorers)),
-        list(parse_allocations(_items(budgets))),
+        list(parse_allocations(_items(budgets or ("profile,uniform" if engine else ",".join(ALLOCATIONS))))),
         _parsed("retention", _numbers("--retentions", retentions, float)),
         _parsed("alpha", _numbers("--alphas", alphas, float)),
         _parsed("margin", _items(margins)),
         _parsed("page_group_size", _numbers("--page-group-sizes", page_group_sizes, int)),
     )
-    config = TangramConfig.parse({} if chunk_size is None else {"chunk_size": chunk_size})
+    if engine and question_in_prompt:
+        raise TangramError("--question-in-prompt: leave it out with --engine, which asks after the compression")
     folder = embedded_model() if model is None else model
     dense = DenseModel.load(folder)
     kind = TASKS[task]
     sizes = [keys] if task == "kv" else list(kind.lengths)
     if lengths is not None and task != "kv":
         sizes = _numbers("--lengths", lengths, int)
-    groups = _cases(task, dense, sizes, samples, data, seed)
+    groups = make_cases(task, dense, sizes, samples, data, seed)
     if question_in_prompt:
         groups = {length: list(ask_in_prompt(cases)) for length, cases in groups.items()}
+    config = TangramConfig.parse({} if chunk_size is None else {"chunk_size": chunk_size})
+    if engine:
+        config = served_config(config, wanted, groups, chunk_size, kind.likelihood)
     profiles = {
-        scorer: _profile(scorer, folder, dense, profile_dir)
+        scorer: find_profile(scorer, folder, dense, profile_dir)
         for scorer in dict.fromkeys(setting.scorer for setting in wanted[1:] if setting.budgets != "uniform")
     }
     setup = {
@@ -142,12 +148,20 @@ def evaluate(
         "seed": seed,
         "chunk_size": chunk_size,
         "question_in_prompt": question_in_prompt,
+        "engine": engine,
         "data": None if data is None else data.name,
         "cases": digest_of_cases(groups),
-        "profiles": {scorer: _digest(profile) for scorer, profile in profiles.items()},
+        "profiles": {scorer: digest(profile) for scorer, profile in profiles.items()},
     }
     results = WorkFile(work, setup)
-    _run(Evaluation(dense, wanted, profiles, config=config, chunked=chunk_size is not None), groups, results)
+    if engine:
+        from vllm_tangram.eval.engine import ServedModel
+
+        served = ServedModel(folder, dense.num_layers, dense.num_kv_heads)
+        del dense  # the engine has its own weights
+        ask_engines(served, wanted, groups, config, profiles, results)
+    else:
+        ask_reference(dense, wanted, groups, config, profiles, results, chunked=chunk_size is not None)
 
     unit = "pairs" if task == "kv" else "tokens"
     made = tables(results.answers, likelihood=kind.likelihood, unit=unit)
@@ -156,7 +170,7 @@ def evaluate(
         out.print(table(own.title, own.columns, own.rows))
         out.print()
     if json is not None:
-        _write("--json", json, jsonlib.dumps(report(results.answers, setup), indent=1))
+        _write("--json", json, jsonlib.dumps(finite(report(results.answers, setup)), indent=1, allow_nan=False))
     if markdown is not None:
         _write("--markdown", markdown, "\n".join(own.markdown() for own in made))
     if plot is not None:
@@ -177,64 +191,6 @@ def _numbers(option: str, value: str, kind: Callable[[str], _N]) -> list[_N]:
 def _parsed(option: str, values: Iterable[Any]) -> list[Any]:
     """Values of an option of the engine, checked by it."""
     return [getattr(TangramConfig.parse({option: value}), option) for value in values]
-
-
-def _profile(scorer: str, model: Path, dense: DenseModel, folder: Path | None) -> RetentionProfile:
-    """The profile in ``folder``, or else the one that an engine would use."""
-    from vllm_tangram.budget import RetentionProfile
-
-    if folder is None:
-        from vllm_tangram.engine.resolve import resolve_profile
-
-        resolved = resolve_profile(TangramConfig.parse({"scorer": scorer}), str(model), {}).profile
-        assert resolved is not None
-        return RetentionProfile.load(resolved)
-    found = []
-    for path in sorted(folder.glob(f"*.{scorer}.safetensors")):
-        profile = RetentionProfile.load(path)
-        try:
-            profile.check(model=dense.fingerprint, scorer=scorer)
-        except TangramError:
-            continue
-        found.append(profile)
-    if len(found) != 1:
-        raise TangramError(
-            f"--profile-dir: {folder} has {len(found)} profiles *.{scorer}.safetensors of this model, not one; "
-            "leave the option out to use the shipped or cached one, or make one with `tangram profile`"
-        )
-    return found[0]
-
-
-def _digest(profile: RetentionProfile) -> str:
-    return hashlib.sha256(profile.retentions.tobytes() + profile.kept.tobytes()).hexdigest()[:16]
-
-
-def _cases(
-    task: TaskName, dense: DenseModel, sizes: Sequence[int], samples: int, data: Path | None, seed: int
-) -> dict[int, list[Case]]:
-    """Length -> cases."""
-    from vllm_tangram.eval.tasks import TASKS, Request, check_lengths
-
-    groups = {}
-    for size in sizes:
-        groups[size] = list(TASKS[task].cases(Request(dense.tokenizer, size, samples, data, seed)))
-        check_lengths(groups[size], dense.max_tokens)
-    return groups
-
-
-def _run(evaluation: Evaluation, groups: Mapping[int, Sequence[Case]], results: WorkFile) -> None:
-    """Ask what is not answered yet."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("contexts", total=sum(map(len, groups.values())), completed=len(results.done))
-        for length, cases in groups.items():
-            for number, case in enumerate(cases):
-                if (length, number) not in results.done:
-                    results.add(length, number, evaluation.ask(case, length, number))
-                    progress.advance(bar)
 
 
 def _check_folder(option: str, path: Path | None) -> None:

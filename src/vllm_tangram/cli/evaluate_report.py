@@ -77,7 +77,7 @@ def tables(answers: Sequence[Answer], *, likelihood: bool, unit: str = "tokens")
                 str(length),
                 f"+{result.gained} -{result.lost}",
                 "< 0.001" if result.p_value < 0.001 else f"{result.p_value:.3f}",
-                f"{result.logprob:+.3f}",
+                "-" if math.isnan(result.logprob) else f"{result.logprob:+.3f}",
                 _interval(result.logprob_interval, "{:+.3f}"),
             ]
             for (length, setting), (_, result) in compare(answers, baseline).items()
@@ -204,7 +204,8 @@ def _figures(cell: Cell, likelihood: bool) -> list[str]:
         ends = _interval(_perplexities(cell.logprob_interval), "{:.2f}")
         return [f"{math.exp(-cell.logprob):.2f}", ends, percent(cell.hits)]
     share = f"{100 * cell.share[0]:.0f} to {100 * cell.share[1]:.0f} %"
-    return [str(cell.correct), share, f"{cell.logprob:.2f}", _interval(cell.logprob_interval, "{:.2f}")]
+    logprob = "-" if math.isnan(cell.logprob) else f"{cell.logprob:.2f}"
+    return [str(cell.correct), share, logprob, _interval(cell.logprob_interval, "{:.2f}")]
 
 
 def _perplexities(interval: Interval) -> Interval:

@@ -41,7 +41,7 @@ class WorkFile:
     """The answers to contexts that were asked already, and those to come.
 
     Attributes:
-        done: (length, number of the context) -> its answers, in the order in which they were asked.
+        done: (length, number of the context, part) -> answers, in the order in which they were asked.
 
     """
 
@@ -56,7 +56,7 @@ class WorkFile:
             TangramError: the file cannot be read or written, is no work file, or holds answers of another setup.
 
         """
-        self.done: dict[tuple[int, int], list[Answer]] = {}
+        self.done: dict[tuple[int, int, str], list[Answer]] = {}
         self._path = path
         if path is None:
             return
@@ -71,25 +71,32 @@ class WorkFile:
             try:
                 record = json.loads(line)
                 answers = [Answer(**{**item, "setting": Setting(**item["setting"])}) for item in record["answers"]]
-                self.done[int(record["length"]), int(record["case"])] = answers
+                self.done[int(record["length"]), int(record["case"]), str(record["part"])] = answers
             except (ValueError, KeyError, TypeError) as error:
                 raise _damaged(path, number, error) from None
 
     @property
     def answers(self) -> list[Answer]:
-        """All answers, by length and context."""
-        return [answer for key in sorted(self.done) for answer in self.done[key]]
+        """All answers, by length and context, and within one as they came."""
+        return [answer for key in sorted(self.done, key=lambda key: key[:2]) for answer in self.done[key]]
 
-    def add(self, length: int, case: int, answers: Iterable[Answer]) -> None:
+    def add(self, length: int, case: int, answers: Iterable[Answer], part: str = "") -> None:
         """Add a context's answers.
+
+        Args:
+            length: of the context.
+            case: its number.
+            answers: after every setting, or after those of one part of the run.
+            part: names that part.
 
         Raises:
             TangramError: the file cannot be written.
 
         """
-        self.done[length, case] = list(answers)
+        own = self.done[length, case, part] = list(answers)
         if self._path is not None:
-            self._append({"length": length, "case": case, "answers": [asdict(own) for own in self.done[length, case]]})
+            record = {"length": length, "case": case, "part": part, "answers": [asdict(answer) for answer in own]}
+            self._append(record)
 
     def _append(self, record: Mapping[str, Any]) -> None:
         assert self._path is not None

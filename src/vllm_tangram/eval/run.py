@@ -188,18 +188,37 @@ class Evaluation:
         return chunk.keep(setting.scorer, counts, sinks=sinks, window=window)
 
     def _build_plan(self, setting: Setting, tokens: int) -> RetentionPlan:
-        config = setting.config(self.config)
+        config = self.config
         if not self.chunked:
             chunk_size = -(-tokens // DEFAULT_BLOCK_SIZE) * DEFAULT_BLOCK_SIZE
             config = config.model_copy(update={"chunk_size": chunk_size})
-        needs_profile = setting.budgets != "uniform"
-        if needs_profile and setting.scorer not in self.profiles:
-            raise TangramError(f"budgets {setting.budgets!r} of scorer {setting.scorer!r} need a retention profile")
-        return RetentionPlan(
-            config,
-            self.profiles[setting.scorer] if needs_profile else None,
-            num_layers=self.model.num_layers,
-            num_kv_heads=self.model.num_kv_heads,
-            block_size=DEFAULT_BLOCK_SIZE,
-            max_tokens=tokens,
-        )
+        profile = self.profiles.get(setting.scorer)
+        return plan_of(setting, config, profile, (self.model.num_layers, self.model.num_kv_heads), tokens)
+
+
+def plan_of(
+    setting: Setting, config: TangramConfig, profile: RetentionProfile | None, shape: tuple[int, int], tokens: int
+) -> RetentionPlan:
+    """The plan of an engine; of the baselines, that whose memory they share out.
+
+    Args:
+        setting: how to compress.
+        config: options that all settings share.
+        profile: of the setting's scorer; None with uniform budgets.
+        shape: layers and KV heads.
+        tokens: longest prompt.
+
+    Raises:
+        TangramError: the profile is missing, or options do not fit each other.
+
+    """
+    if profile is None and setting.budgets != "uniform":
+        raise TangramError(f"budgets {setting.budgets!r} of scorer {setting.scorer!r} need a retention profile")
+    return RetentionPlan(
+        setting.config(config),
+        None if setting.budgets == "uniform" else profile,
+        num_layers=shape[0],
+        num_kv_heads=shape[1],
+        block_size=DEFAULT_BLOCK_SIZE,
+        max_tokens=tokens,
+    )
