@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_tangram import RetentionProfile, TangramConfig
+from vllm_tangram import RetentionProfile, TangramConfig, TangramError
 from vllm_tangram.eval.baselines import SAFEGUARD, adakv_counts, dynamic_counts
 from vllm_tangram.eval.dense import DenseModel
 from vllm_tangram.eval.run import Answer, Evaluation
@@ -136,3 +136,17 @@ def test_one_run_compares_options_at_equal_memory(
                 setting.page_group_size,
             )
     assert Setting("knorm", "uniform", 0.5, 2, "inside", 1) in wanted
+
+
+def test_without_a_profile_the_memory_is_that_of_uniform_budgets(dense: DenseModel, cases: list[Case]) -> None:
+    """As for a scorer that no engine has, and no profile can be made of."""
+    config = TangramConfig.parse({"window": 8})
+    wanted = settings(["knorm"], ["uniform", "dynamic", "adakv"], [0.5])
+    kept = {
+        answer.setting.budgets: answer.kept
+        for answer in Evaluation(dense, wanted[1:], {}, config=config).ask(cases[0], 9, 0)
+    }
+    assert kept["dynamic"] == kept["adakv"] == kept["uniform"] < 0.55
+    evaluation = Evaluation(dense, settings(["knorm"], ["profile"], [0.5]), {}, config=config)
+    with pytest.raises(TangramError, match="need a retention profile"):
+        evaluation.ask(cases[0], 9, 0)

@@ -117,9 +117,10 @@ def serve_cases(
     ours = setting != REFERENCE
     options: dict[str, Any] = {"max_model_len": longest, "max_num_seqs": 1, "enforce_eager": True}
     if ours:
-        names = {"retention", "budgets", "alpha", "margin", "page_group_size", "chunk_size", "sinks", "window"}
+        names = {"retention", "alpha", "margin", "page_group_size", "chunk_size", "sinks", "window"}
         options |= setting.config(config).model_dump(include=names)
-        options |= {"scorer": setting.scorer, "profile": None if profile is None else profile.source}
+        options |= {"scorer": setting.scorer, "budgets": setting.budgets}
+        options["profile"] = None if profile is None else profile.source
     room = longest + config.chunk_size + 4 * DEFAULT_BLOCK_SIZE  # and a chunk's scratch pages
     name = setting.name if ours else "stock vLLM"
     with EngineProcess(name, str(model.path), ours=ours, options=options, kv_tokens=_CONTEXTS * room) as process:

@@ -72,7 +72,7 @@ class Evaluation:
     Args:
         model: the reference.
         wanted: how to compress.
-        profiles: by scorer, of those that need one: all budgets but "uniform" do.
+        profiles: by scorer; "profile" needs one, and the baselines share out the memory of its plan.
         config: options that all settings share; its chunk size counts only where ``chunked``.
         chunked: compress prompts chunk by chunk; else at once, whatever their length, which is much quicker.
         oracles: by name, scorers that look at the whole context, also at what comes after a chunk.
@@ -199,12 +199,12 @@ class Evaluation:
 def plan_of(
     setting: Setting, config: TangramConfig, profile: RetentionProfile | None, shape: tuple[int, int], tokens: int
 ) -> RetentionPlan:
-    """The plan of an engine; of the baselines, that whose memory they share out.
+    """The plan of an engine; of the baselines, that whose memory they share out: without a profile a uniform one.
 
     Args:
         setting: how to compress.
         config: options that all settings share.
-        profile: of the setting's scorer; None with uniform budgets.
+        profile: of the setting's scorer; None without.
         shape: layers and KV heads.
         tokens: longest prompt.
 
@@ -212,11 +212,12 @@ def plan_of(
         TangramError: the profile is missing, or options do not fit each other.
 
     """
-    if profile is None and setting.budgets != "uniform":
-        raise TangramError(f"budgets {setting.budgets!r} of scorer {setting.scorer!r} need a retention profile")
+    if profile is None and setting.budgets == "profile":
+        raise TangramError(f"budgets 'profile' of scorer {setting.scorer!r} need a retention profile")
+    profile = None if setting.budgets == "uniform" else profile
     return RetentionPlan(
-        setting.config(config),
-        None if setting.budgets == "uniform" else profile,
+        setting.config(config).model_copy(update={"budgets": "uniform" if profile is None else "profile"}),
+        profile,
         num_layers=shape[0],
         num_kv_heads=shape[1],
         block_size=DEFAULT_BLOCK_SIZE,

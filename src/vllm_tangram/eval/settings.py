@@ -48,10 +48,9 @@ class Setting:
         return f"{self.scorer}/{self.budgets}/r{self.retention:g}/a{self.alpha:g}/{self.margin}/G{self.page_group_size}"
 
     def config(self, shared: TangramConfig) -> TangramConfig:
-        """The engine's options that hold as much; of the baselines, those of the plan whose memory they share out."""
+        """The engine's options, but for the budgets, which depend on whether there is a profile."""
         return shared.model_copy(
             update={
-                "budgets": "uniform" if self.budgets == "uniform" else "profile",
                 "retention": self.retention,
                 "alpha": self.alpha,
                 "margin": self.margin,

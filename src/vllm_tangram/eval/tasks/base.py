@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vllm_tangram.errors import TangramError
-
-_MARK = "<|here|>"
+from vllm_tangram.eval.chat import chat_frame
 
 
 @dataclass(frozen=True)
@@ -70,22 +69,9 @@ class Request:
         """A question from texts."""
         return Question(label, tuple(self.ids(prompt)), tuple(self.ids(answer)))
 
-    def frame(self, history: Sequence[Mapping[str, str]] = ()) -> tuple[str, str]:
-        """What the model expects before a user's message, and between it and its answer.
-
-        Args:
-            history: messages before that one, with "role" and "content".
-
-        """
-        if not self.tokenizer.chat_template:
-            past = "".join(f"{message['role'].capitalize()}: {message['content']}\n" for message in history)
-            # Roles tell the turns of a conversation apart; a single message needs none.
-            parts = ("User: ", "\nAssistant: ") if history else ("", "\n")
-            return (self.tokenizer.bos_token or "") + past + parts[0], parts[1]
-        message = {"role": "user", "content": _MARK}
-        text = self.tokenizer.apply_chat_template([*history, message], tokenize=False, add_generation_prompt=True)
-        before, after = text.split(_MARK)
-        return before, after
+    def frame(self) -> tuple[str, str]:
+        """What the model expects before a user's message, and between it and its answer."""
+        return chat_frame(self.tokenizer)
 
     def contexts(self, questions: int) -> range:
         """Numbers of the contexts that it takes to ask ``count`` questions, so many of each."""

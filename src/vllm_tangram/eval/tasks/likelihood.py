@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -12,6 +12,8 @@ from vllm_tangram.eval.tasks.base import Case, Question, Request, field, needs_d
 from vllm_tangram.eval.tasks.needles import hay_ids
 
 CONTINUATION = 128  # tokens
+_ROLES = ("user", "assistant")
+_MARK = "<|here|>"
 
 
 def perplexity_cases(request: Request) -> Iterator[Case]:
@@ -65,11 +67,20 @@ def _dialogue(request: Request, where: str, record: dict[str, Any]) -> Case:
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
         raise TangramError(f'--data: {where}: "history" must be a list of objects with "user" and "bot"')
     texts = [(field(turn, "user", where), field(turn, "bot", where)) for turn in turns]
-    *past, (user, bot) = texts
-    history = []
-    for said, replied in past:
-        history += [{"role": "user", "content": said}, {"role": "assistant", "content": replied}]
-    before, after = request.frame(history)
-    label = f"{record.get('task', 'conversation')} {record.get('id', where)}"
+    before, after = _last_turn(request.tokenizer, texts[:-1])
+    user, bot = texts[-1]
     prompt, answer = request.ids(f"{user}{after}"), request.ids(bot)
+    label = f"{record.get('task', 'conversation')} {record.get('id', where)}"
     return Case(tuple(request.ids(before)), (Question(label, tuple(prompt), tuple(answer)),))
+
+
+def _last_turn(tokenizer: Any, past: Sequence[tuple[str, str]]) -> tuple[str, str]:
+    """What the model expects before a user's message that follows earlier turns, and between it and the reply."""
+    if not tokenizer.chat_template:
+        turns = "".join(f"User: {user}\nAssistant: {bot}\n" for user, bot in past)
+        return f"{tokenizer.bos_token or ''}{turns}User: ", "\nAssistant: "
+    messages = [{"role": role, "content": text} for turn in past for role, text in zip(_ROLES, turn, strict=True)]
+    messages.append({"role": "user", "content": _MARK})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    before, after = text.split(_MARK)
+    return before, after
