@@ -4,20 +4,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 from typer.testing import CliRunner
 
-from vllm_tangram import RetentionProfile, TangramConfig
+from vllm_tangram import RetentionProfile, TangramConfig, TangramError
 from vllm_tangram.cli.app import app
 from vllm_tangram.compression import get_scorer
 from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.engine import generated
 from vllm_tangram.eval.run import Answer, Evaluation, ask_in_prompt
 from vllm_tangram.eval.settings import ALLOCATIONS, REFERENCE, Setting, settings
 from vllm_tangram.eval.statistics import cells, compare
 from vllm_tangram.eval.tasks import Case, Request
 from vllm_tangram.eval.tasks.kv import kv_cases
+from vllm_tangram.eval.tasks.needles import multi_key_cases
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +168,71 @@ def test_command_measures_likelihood(checkpoint: Path, skewed: RetentionProfile,
     assert plot.exists()
 
 
+def test_command_asks_engines_one_after_the_other(
+    checkpoint: Path, dense: DenseModel, skewed: RetentionProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines are played by the dense model with full KV; what they are given and credited with is real."""
+    started: list[tuple[str, bool, dict[str, Any]]] = []
+    asked: list[tuple[int, ...]] = []
+
+    class Played:
+        def __init__(self, name: str, model: str, *, ours: bool, options: dict[str, Any], kv_tokens: int) -> None:
+            assert model == str(checkpoint)
+            assert kv_tokens >= 2 * options["max_model_len"]
+            started.append((name, ours, options))
+
+        def __enter__(self) -> Played:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def call(self, function: object, name: str, prompt: list[int], count: int) -> list[int]:
+            assert function is generated
+            if limit and len(asked) == limit[0]:
+                raise TangramError("stopped")
+            asked.append(tuple(prompt))
+            return dense.generate(dense.read(prompt, sinks=4, window=64, after=dense.empty()).state, count)
+
+    limit: list[int] = [5]
+    monkeypatch.setattr("vllm_tangram.eval.engine.EngineProcess", Played)
+    skewed.save(tmp_path / "tiny.snapkv.safetensors")
+    work, report = tmp_path / "work.jsonl", tmp_path / "report.json"
+    command = ["eval", "multikey", str(checkpoint), "--engine", "--lengths", "512", "--samples", "8"]
+    command += ["--scorers", "snapkv", "--profile-dir", str(tmp_path), "--retentions", "0.5"]
+    command += ["--work", str(work), "--json", str(report)]
+    stopped = CliRunner().invoke(app, command)
+    assert stopped.exit_code == 2
+    assert "stopped" in stopped.stderr
+    assert len(work.read_text().splitlines()) == 1 + 1  # the context of which all four questions were answered
+    limit.clear()
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert [(ours, options.get("budgets"), options.get("retention")) for _, ours, options in started[1:]] == [
+        (False, None, None),
+        (True, "profile", 0.5),
+        (True, "uniform", 0.5),
+    ]
+    assert started[2][2]["profile"] == str(tmp_path / "tiny.snapkv.safetensors")
+    assert started[2][2]["chunk_size"] == 512
+    assert len(asked) == 5 + 4 + 8 + 8
+
+    written = json.loads(report.read_text())
+    assert [cell["setting"]["scorer"] for cell in written["cells"]] == ["full KV", "snapkv", "snapkv"]
+    assert [cell["count"] for cell in written["cells"]] == [8] * 3
+    assert written["cells"][0]["held"] == 1
+    assert written["cells"][1]["held"] < 0.6
+    assert written["cells"][0]["logprob"] is None
+    cases = list(multi_key_cases(Request(dense.tokenizer, 512, 8)))
+    expected = [answer for number, case in enumerate(cases) for answer in reference(dense, case, number)]
+    assert [answer["correct"] for answer in written["answers"] if answer["held"] == 1] == expected
+
+
+def reference(dense: DenseModel, case: Case, number: int) -> list[bool]:
+    evaluation = Evaluation(dense, [REFERENCE], {}, config=TangramConfig())
+    return [answer.correct for answer in evaluation.ask(case, 512, number)]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -180,6 +248,10 @@ def test_command_measures_likelihood(checkpoint: Path, skewed: RetentionProfile,
         (["--margins", "outside"], "--margin"),
         (["--page-group-sizes", "0"], "--page-group-size"),
         (["--json", "missing/report.json"], "--json"),
+        (["--engine", "--budgets", "dynamic", "--lengths", "320"], "'dynamic' is no budget of the engine"),
+        (["--engine", "--lengths", "320,640"], "one of --lengths, or a --chunk-size"),
+        (["--engine", "--lengths", "320,640", "--chunk-size", "256"], "320 tokens is not a whole number of chunks"),
+        (["--engine", "--question-in-prompt"], "--question-in-prompt"),
     ],
 )
 def test_command_names_the_wrong_option(checkpoint: Path, options: list[str], message: str) -> None:
