@@ -72,7 +72,7 @@ def needle_cases(tokenizer: Any, length: int, count: int, texts: Sequence[str], 
         TangramError: ``length`` is too short for the code, or ``texts`` are shorter than ``length``.
 
     """
-    before, after = chat_frame(tokenizer)
+    before, after = _frame(tokenizer)
     head, hay = _ids(tokenizer, before), _ids(tokenizer, "\n\n".join(texts))
     for index in range(count):
         random = Random(f"needle/{seed}/{length}/{index}")
@@ -136,7 +136,7 @@ def kv_cases(tokenizer: Any, records: Iterator[list[tuple[str, str]]], count: in
         seed: of the keys asked for.
 
     """
-    before, after = chat_frame(tokenizer)
+    before, after = _frame(tokenizer)
     for index, pairs in enumerate(itertools.islice(records, -(-count // KV_QUESTIONS))):
         body = "\n".join(f'"{key}": "{value}"' for key, value in pairs)
         context = f"{before}Extract the value of a key from the JSON data below.\n\n{body}\n"
@@ -187,7 +187,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def chat_frame(tokenizer: Any) -> tuple[str, str]:
+def _frame(tokenizer: Any) -> tuple[str, str]:
     """What the model expects before a user's message, and between it and its answer."""
     if not tokenizer.chat_template:
         return tokenizer.bos_token or "", "\n"

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vllm_tangram.eval.chat import chat_frame
 from vllm_tangram.eval.dense import DenseModel, DenseState
-from vllm_tangram.eval.tasks import chat_frame
 
 REPEAT_CHUNK = 2048
 _NAMED = 8  # first tokens of a chunk by which the instruction names it
