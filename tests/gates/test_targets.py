@@ -37,13 +37,9 @@ def reference(dense: DenseModel, checkpoint: Path, tokens: list[int], sinks: int
         seen = [*range(sinks), *range(start, start + len(part)), *range(len(tokens), len(tokens) + len(repeat))]
         for layer in range(3):
             for head in range(2):
-                for place, token in enumerate(range(start, start + len(part)), start=sinks):
-                    weights = [
-                        row[seen][place] / row[seen].sum()
-                        for query_head in (2 * head, 2 * head + 1)
-                        for row in attentions[layer][0, query_head, len(tokens) :]
-                    ]
-                    scores[layer, head, token] = max(weights)
+                weights = attentions[layer][0, 2 * head : 2 * head + 2, len(tokens) :, seen]  # of both query heads
+                own = (weights / weights.sum(-1, keepdim=True))[..., sinks : sinks + len(part)]
+                scores[layer, head, start : start + len(part)] = own.amax(dim=(0, 1))
     return scores
 
 

@@ -37,7 +37,7 @@ def test_learns_what_another_gate_says(optimiser: dict[str, Any]) -> None:
     hidden = torch.randn(4000, 24, generator=generator)
     direction = torch.randn(2, 24, generator=generator)
     target = (2 * direction @ hidden.T / 24**0.5 - 1).sigmoid()
-    recipe = replace(Recipe(steps=600, batch=200), **optimiser)
+    recipe = replace(Recipe(steps=300, batch=200), **optimiser)
     weights, losses = train_layer(hidden[:3000], target[:, :3000], 3, recipe)
     held_out, wanted = weights.scores(hidden[3000:]), target[:, 3000:]
     entropy = -(wanted * wanted.log() + (1 - wanted) * (1 - wanted).log()).mean()
@@ -45,7 +45,7 @@ def test_learns_what_another_gate_says(optimiser: dict[str, Any]) -> None:
     constant = torch.nn.functional.binary_cross_entropy(wanted.mean().expand_as(wanted), wanted)
     assert loss - entropy < 0.1 * (constant - entropy)
     assert overlap(held_out, wanted).mean() > 0.85
-    assert len(losses) == 600
+    assert len(losses) == 300
     assert losses[-1] < losses[0]
 
 
@@ -128,7 +128,7 @@ def test_an_interrupted_run_continues(dense: DenseModel, tmp_path: Path, monkeyp
 
 
 def test_a_gate_knows_its_model_and_how_far_it_agrees(dense: DenseModel, tmp_path: Path) -> None:
-    gate = train_gate(dense, Source(texts(), "texts of a test"), tmp_path / "work", replace(RECIPE, steps=300), SHAPE)
+    gate = train_gate(dense, Source(texts(), "texts of a test"), tmp_path / "work", replace(RECIPE, steps=100), SHAPE)
     gate.check(model=dense.fingerprint)
     assert (gate.num_layers, gate.num_kv_heads, gate.group_size, gate.hidden_size) == (3, 2, 2, 32)
     assert (gate.recipe["data"], gate.recipe["texts"], gate.recipe["held_out_texts"]) == ("texts of a test", 6, 2)

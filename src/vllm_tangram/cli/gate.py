@@ -40,13 +40,15 @@ def train(
         ),
     ] = None,
     texts: Annotated[int, typer.Option(help="Texts to use, at most; every tenth is held out.", min=10)] = 100,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text, at most.", min=64)] = 2048,
-    steps: Annotated[int, typer.Option(help="Optimiser steps of each layer.", min=1)] = 1500,
+    tokens: Annotated[int, typer.Option(help="Tokens of a text, at most.", min=64)] = 1024,
+    steps: Annotated[int, typer.Option(help="Optimiser steps of each layer.", min=1)] = 800,
     batch: Annotated[int, typer.Option(help="Tokens of a step.", min=1)] = 1000,
     optimiser: Annotated[
         Literal["adam", "sgd"], typer.Option(help="sgd, with --learning-rate 0.2: the paper's.")
     ] = "adam",
-    learning_rate: Annotated[float, typer.Option(help="At the start; it falls to 0.", min=0)] = 3e-3,
+    learning_rate: Annotated[float, typer.Option(help="At the start; it falls to 0.", min=0)] = 0.01,
+    inner: Annotated[int, typer.Option(help="Width of a gate's queries and keys; 8 halves its size.", min=1)] = 16,
+    sinks: Annotated[int, typer.Option(help="Learned sinks of a gate.", min=1)] = 16,
     seed: Annotated[int, typer.Option(help="The same seed trains the same gate.")] = 0,
     device: Annotated[str, typer.Option(help="Where to compute, such as cpu or cuda.")] = "cpu",
     half: Annotated[bool, typer.Option("--half", help="Write weights in float16, half the size.")] = False,
@@ -80,7 +82,7 @@ def train(
         else Source(load_samples(data)[:texts], data.name)
     )
     dense = DenseModel.load(_folder(model), device=_device(device))
-    recipe = Recipe(steps=steps, batch=batch, optimiser=optimiser, learning_rate=learning_rate, seed=seed)
+    recipe = Recipe(steps, batch, optimiser, learning_rate, inner, sinks, seed)
     folder = work or output.with_name(f"{output.name}.work")
     with _progress() as progress:
         gate = train_gate(dense, source, folder, recipe, Shape(length=tokens), progress)
