@@ -61,6 +61,33 @@ def test_built_in_texts_and_a_kept_work_folder(model: Path, tmp_path: Path) -> N
     assert output.read_bytes() == before
 
 
+def test_an_interrupt_says_how_to_go_on(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    output = tmp_path / "gate.safetensors"
+    command = ["gate", "train", str(model), "-o", str(output), *QUICK]
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_tangram.gates.make.train_layer", interrupt)
+        result = CliRunner().invoke(app, command)
+    assert result.exit_code == 130
+    assert f"the same command continues with what is in {output}.work" in result.stderr
+    assert not output.exists()
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["gate.safetensors"]
+
+
+def test_a_folder_with_something_else_is_left_alone(model: Path, tmp_path: Path) -> None:
+    work, output = tmp_path / "thesis", tmp_path / "gate.safetensors"
+    work.mkdir()
+    (work / "chapter-1.txt").write_text("a year of work")
+    command = ["gate", "train", str(model), "-o", str(output), *QUICK, "--work", str(work)]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "holds something else" in result.stderr
+    assert [path.name for path in work.iterdir()] == ["chapter-1.txt"]
+
+
 def test_convert(wide: Path, tmp_path: Path) -> None:
     torch.save(published(), tmp_path / "gate.pt")
     output = tmp_path / "gate.safetensors"

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json as jsonlib
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.markup import escape
 
-from vllm_tangram.cli.rendering import console, human_bytes, percent, print_json, table
+from vllm_tangram.cli.rendering import console, human_bytes, percent, print_error, print_json, table
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
 
@@ -70,7 +69,7 @@ def train(
 
     from vllm_tangram.eval.dense import DenseModel
     from vllm_tangram.gates.dataset import Shape
-    from vllm_tangram.gates.make import Source, train_gate
+    from vllm_tangram.gates.make import Source, remove_work, train_gate
     from vllm_tangram.gates.texts import training_texts
     from vllm_tangram.gates.train import Recipe
     from vllm_tangram.pilot import load_samples
@@ -84,11 +83,15 @@ def train(
     dense = DenseModel.load(_folder(model), device=_device(device))
     recipe = Recipe(steps, batch, optimiser, learning_rate, inner, sinks, seed)
     folder = work or output.with_name(f"{output.name}.work")
-    with _progress() as progress:
-        gate = train_gate(dense, source, folder, recipe, Shape(length=tokens), progress)
+    try:
+        with _progress() as progress:
+            gate = train_gate(dense, source, folder, recipe, Shape(length=tokens), progress)
+    except KeyboardInterrupt:
+        print_error(f"interrupted; the same command continues with what is in {folder}")
+        raise typer.Exit(130) from None
     gate.save(output, torch.float16 if half else torch.float32)
     if not keep_work:
-        shutil.rmtree(folder)
+        remove_work(folder)
     _show(output, json)
 
 

@@ -72,8 +72,13 @@ class Dataset:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             known = json.loads(path.read_text()) if path.exists() else None
+            foreign = known is None and any(folder.iterdir())
         except (OSError, ValueError) as error:
             raise TangramError(f"work folder {folder} cannot be used: {error}; delete it or give another") from None
+        if foreign:
+            raise TangramError(
+                f"work folder {folder} holds something else: give an empty one, or the name of a new one"
+            )
         if known is None:
             write_atomically(path, json.dumps(manifest, sort_keys=True).encode(), "work folder")
         elif known != json.loads(json.dumps(manifest)):

@@ -115,6 +115,15 @@ def train_gate(
     return Gate(gate.weights, gate.model, gate.recipe, held_out_agreement(gate, dataset), gate.info)
 
 
+def remove_work(work: Path) -> None:
+    """Delete what ``train_gate`` left in its work folder, and the folder if nothing else is in it."""
+    for pattern in ("text-*.safetensors", "layer-*.safetensors", "manifest.json"):
+        for path in work.glob(pattern):
+            path.unlink()
+    if not any(work.iterdir()):
+        work.rmdir()
+
+
 def held_out_agreement(gate: Gate, dataset: Dataset) -> dict[str, float]:
     """How far the gate, and the scorers beside it, agree with KVzip on the texts that were held out."""
     texts = []
