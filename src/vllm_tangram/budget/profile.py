@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from safetensors.numpy import save as to_safetensors
 
 from vllm_tangram.budget.fingerprint import check_same_model
 from vllm_tangram.errors import TangramError
+from vllm_tangram.files import write_atomically
 
 FORMAT_VERSION = 1
 _METADATA_KEY = "tangram_profile"
@@ -116,12 +116,7 @@ class RetentionProfile:
             "std": self.std,
         }
         data = to_safetensors(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
-        path = Path(path)
-        try:
-            check_target(path)
-            _write_atomically(path, data)
-        except OSError as error:
-            raise TangramError(f"cannot write profile {path}: {error.strerror or error}") from error
+        write_atomically(Path(path), data, "profile")
 
     @classmethod
     def load(cls, path: str | Path) -> RetentionProfile:
@@ -205,49 +200,10 @@ def _checked_model(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
-def check_target(path: Path, name: str = "profile") -> None:
-    """Find out whether a profile could be written to ``path``, without touching what is there.
-
-    Args:
-        path: the file.
-        name: what to call it in an error, such as the option that named it.
-
-    Raises:
-        TangramError: it is no regular file (a folder, a device, a link), or its folder cannot be written to.
-
-    """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise TangramError(f"{name} {path} is not a regular file and will not be replaced: give another name")
-    temporary = _temporary(path)
-    try:
-        temporary.touch()
-        temporary.unlink()
-    except OSError as error:
-        raise TangramError(f"{name} {path} cannot be written: {error.strerror}") from error
-
-
-def _temporary(path: Path) -> Path:
-    # In the same folder, or the rename would be a copy; not by tempfile, whose files only their owner may read.
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
 def _frozen(values: ArrayLike, dtype: type[np.floating[Any]]) -> NDArray[Any]:
     array = np.array(values, dtype=dtype, order="C")  # a copy: the caller's array stays writable
     array.setflags(write=False)
     return array
-
-
-def _write_atomically(path: Path, data: bytes) -> None:
-    temporary = _temporary(path)
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:

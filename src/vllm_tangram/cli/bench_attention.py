@@ -11,9 +11,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from vllm_tangram.budget.profile import check_target
 from vllm_tangram.cli.rendering import console, human_bytes, percent, print_json, table
 from vllm_tangram.errors import TangramError
+from vllm_tangram.files import check_target
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Retentions = Annotated[list[float], typer.Option(help="May be repeated.")]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from vllm_tangram.budget.profile import check_target
 from vllm_tangram.cli.rendering import console, percent, print_json, table
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
+from vllm_tangram.files import check_target
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
