@@ -34,7 +34,7 @@ def evaluate(
     retentions: Annotated[str, typer.Option(help="Shares of full KV.", metavar="X[,X...]")] = "0.5,0.25,0.1",
     scorers: Annotated[
         str, typer.Option(help="What ranks the tokens.", metavar="NAME[,NAME...]")
-    ] = "streaming,knorm,keydiff,snapkv",
+    ] = "streaming,knorm,keydiff,snapkv,tova,expected_attention",
     budgets: Annotated[
         str, typer.Option(help="profile: every head its own; uniform: the same for all.", metavar="NAME[,NAME]")
     ] = "profile,uniform",
@@ -54,6 +54,10 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    gate: Annotated[
+        Path | None,
+        typer.Option(help="Trained gate of the model, for fastkvzip; else a shipped one.", show_default=False),
+    ] = None,
     profile_dir: Annotated[
         Path | None, typer.Option(help="Folder of NAME.SCORER.safetensors profiles.", show_default=False)
     ] = None,
@@ -61,6 +65,9 @@ def evaluate(
     markdown: Annotated[Path | None, typer.Option(help="Write the tables there.", show_default=False)] = None,
 ) -> None:
     """Measure what compression does to answers: a context is compressed, then a question about it is asked."""
+    from vllm_tangram.compression import needs_gate
+    from vllm_tangram.compression.gate import Gate
+    from vllm_tangram.compression.shipped import find_gate
     from vllm_tangram.embedded import embedded_model
     from vllm_tangram.eval.dense import DenseModel
     from vllm_tangram.eval.run import Evaluation, ask_in_prompt, settings
@@ -77,8 +84,15 @@ def evaluate(
     if question_in_prompt:
         groups = {length: list(ask_in_prompt(cases)) for length, cases in groups.items()}
     profiled = dict.fromkeys(setting.scorer for setting in wanted[1:] if setting.budgets == "profile")
-    profiles = {scorer: _profile(scorer, folder, dense, profile_dir) for scorer in profiled}
-    evaluation = Evaluation(dense, wanted, profiles, config=config, chunked=chunk_size is not None)
+    found = None
+    if any(needs_gate(setting.scorer) for setting in wanted):
+        gate = find_gate(gate, dense.fingerprint)
+        found = Gate.load(gate)
+    profiles = {
+        scorer: _profile(scorer, gate if needs_gate(scorer) else None, folder, dense, profile_dir)
+        for scorer in profiled
+    }
+    evaluation = Evaluation(dense, wanted, profiles, config=config, chunked=chunk_size is not None, gate=found)
     answers = _run(evaluation, groups)
 
     tables = [*_accuracy(answers), *_comparison(answers)]
@@ -93,6 +107,7 @@ def evaluate(
             "samples": samples,
             "chunk_size": chunk_size,
             "question_in_prompt": question_in_prompt,
+            "gate": None if gate is None else str(gate),
             "data": None if data is None else str(data),
         }
         _write(json, jsonlib.dumps(options | {"answers": [asdict(answer) for answer in answers]}, indent=1))
@@ -111,21 +126,25 @@ def _numbers(option: str, value: str, kind: Callable[[str], _N]) -> list[_N]:
         raise TangramError(f"{option}: {value!r} is not a list of numbers such as 1,2") from None
 
 
-def _profile(scorer: str, model: Path, dense: DenseModel, folder: Path | None) -> RetentionProfile:
+def _profile(scorer: str, gate: Path | None, model: Path, dense: DenseModel, folder: Path | None) -> RetentionProfile:
     """The profile in ``folder``, or else the one that an engine would use."""
     from vllm_tangram.budget import RetentionProfile
 
     if folder is None:
         from vllm_tangram.engine.resolve import resolve_profile
 
-        resolved = resolve_profile(TangramConfig.parse({"scorer": scorer}), str(model), {}).profile
+        config = TangramConfig.parse({"scorer": scorer, "gate": None if gate is None else str(gate)})
+        resolved = resolve_profile(config, str(model), {}).profile
         assert resolved is not None
         return RetentionProfile.load(resolved)
+    from vllm_tangram.compression.gate import Gate
+
+    digest = None if gate is None else Gate.load(gate).digest()
     found = []
     for path in sorted(folder.glob(f"*.{scorer}.safetensors")):
         profile = RetentionProfile.load(path)
         try:
-            profile.check(model=dense.fingerprint, scorer=scorer)
+            profile.check(model=dense.fingerprint, scorer=scorer, gate=digest)
         except TangramError:
             continue
         found.append(profile)

@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 
 from vllm_tangram.budget import RetentionPlan, RetentionProfile
 from vllm_tangram.compression import get_scorer
+from vllm_tangram.compression.gate import Gate
 from vllm_tangram.config import Budgets, TangramConfig
 from vllm_tangram.eval.dense import DenseModel, DenseState
 from vllm_tangram.eval.tasks import Case
@@ -115,6 +116,7 @@ class Evaluation:
         wanted: how to compress.
         profiles: by scorer, of those that are to have profiled budgets.
         config: options that all settings share; its chunk size counts only where ``chunked``.
+        gate: of the model, for scorers that need one.
         chunked: compress prompts chunk by chunk; else at once, whatever their length, which is much quicker.
 
     """
@@ -127,13 +129,15 @@ class Evaluation:
         *,
         config: TangramConfig,
         chunked: bool = False,
+        gate: Gate | None = None,
     ) -> None:
         self.model = model
         self.wanted = wanted
         self.profiles = profiles
         self.config = config
         self.chunked = chunked
-        self._scorers = {setting.scorer: get_scorer(setting.scorer) for setting in wanted if setting != REFERENCE}
+        names = dict.fromkeys(setting.scorer for setting in wanted if setting != REFERENCE)
+        self._scorers = {name: get_scorer(name, gate) for name in names}
         self._plan = lru_cache(maxsize=1024)(self._build_plan)
 
     def answers(self, cases: Iterable[Case], length: int) -> Iterator[list[Answer]]:

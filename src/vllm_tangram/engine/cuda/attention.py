@@ -20,8 +20,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_tangram.attention.decode import decode_attention
 from vllm_tangram.attention.prefill import LayerHeads, merge_retained, retained_blocks, select, write_tokens
-from vllm_tangram.compression import Scorer
-from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.cuda.metadata import (
     DecodeStep,
     HeadGroupMetadata,
@@ -29,6 +27,7 @@ from vllm_tangram.engine.cuda.metadata import (
     History,
     PrefillStep,
 )
+from vllm_tangram.engine.scoring import LayerScorer
 
 
 class HeadGroupCUDABackend(FlashAttentionBackend):
@@ -64,7 +63,6 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         stock: vLLM's implementation of the layer, whose settings are taken over.
         index: layer, 0-based.
         heads: groups and columns of its KV heads.
-        config: options.
         scorer: ranks the tokens of a chunk.
 
     """
@@ -75,13 +73,11 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         *,
         index: int,
         heads: LayerHeads,
-        config: TangramConfig,
-        scorer: Scorer,
+        scorer: LayerScorer,
     ) -> None:
         self.__dict__.update(stock.__dict__)
         self.index = index
         self.heads = heads
-        self.config = config
         self.scorer = scorer
 
     def forward(
@@ -111,6 +107,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
 
         """
         if attn_metadata is None:
+            self.scorer.begin()
             return output.fill_(0)
         if attn_metadata.decode is not None:
             self._decode(attn_metadata.decode, query, key, value, kv_cache, output)
@@ -178,7 +175,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         scores = torch.empty(self.num_kv_heads, len(key), dtype=torch.float32, device=key.device)
         for chunk in step.scored if observer is None else step.chunks:
             q, k, v = query[chunk.tokens], key[chunk.tokens], value[chunk.tokens]
-            scores[:, chunk.tokens] = self.scorer.score(q, k, v, chunk.context(self.config, self.scale))
+            scores[:, chunk.tokens] = self.scorer.score(chunk, q, k, v)
             if observer is not None:
                 observer.observe(self.index, chunk, scores[:, chunk.tokens])
         places = torch.empty(self.num_kv_heads, len(key), dtype=torch.int32, device=key.device)
