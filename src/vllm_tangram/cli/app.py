@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_tangram import __version__
-from vllm_tangram.cli import bench, chat, demo, doctor, evaluate, inspect, profile, serve, sessions
+from vllm_tangram.cli import bench, chat, demo, doctor, evaluate, gate, inspect, profile, serve, sessions
 from vllm_tangram.cli.rendering import print_error
 from vllm_tangram.errors import TangramError
 
@@ -57,6 +57,7 @@ app.command("chat")(chat.chat)
 app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(doctor.doctor)
 app.command("inspect")(inspect.inspect)
+app.add_typer(gate.app, name="gate")
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
 app.command("eval")(evaluate.evaluate)

@@ -87,7 +87,7 @@ def evaluate(
     found = None
     if any(needs_gate(setting.scorer) for setting in wanted):
         gate = find_gate(gate, dense.fingerprint)
-        found = Gate.load(gate)
+        found = Gate.load(gate).to(dense.device)
     profiles = {
         scorer: _profile(scorer, gate if needs_gate(scorer) else None, folder, dense, profile_dir)
         for scorer in profiled

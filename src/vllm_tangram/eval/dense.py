@@ -12,7 +12,7 @@ budgets, and each of these costs no more than its question and answer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -31,6 +31,10 @@ from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.inputs import attention_inputs, rope_of
 
 _ATTENTION = "tangram_dense"
+
+
+Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""Layer, queries ``[Hq, T, d]``, keys and values ``[H, T, d]`` after RoPE, factor of the logits -> ``[Hq, T, d]``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +117,7 @@ class _Pass:
     window: int = 0
     rope: Rope | None = None
     inputs: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> hidden states [B, T, D], where needed
+    attention: Attention | None = None
     keys: list[Tensor] = field(default_factory=list)  # per layer [B, H, T, d]
     values: list[Tensor] = field(default_factory=list)
     scores: list[list[Tensor]] = field(default_factory=list)  # per layer and scorer [H, T], of the only row
@@ -127,6 +132,8 @@ class _Pass:
             context = ChunkContext(self.sinks, self.window, scale, start, layer, self.rope, hidden)
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             self.scores.append([scorer.score(q, k, v, context) for scorer in self.scorers])
+        if self.attention is not None:
+            return self.attention(layer, query[0], key[0], value[0], scale)[None].transpose(1, 2)
         rows = zip(self.past, query, key, value, strict=True)
         return torch.stack([_attend_row(state, layer, q, k, v, scale) for state, q, k, v in rows]).transpose(1, 2)
 
@@ -254,6 +261,27 @@ class DenseModel:
         scores = {name: torch.stack([layer[i] for layer in step.scores]) for i, name in enumerate(names)}
         return DenseChunk(_extended(after, step, len(ids), logits), after.num_tokens, scores)
 
+    def run(self, ids: Sequence[int], attention: Attention, *, start: int) -> None:
+        """Put tokens through the model with another attention, for what that sees; nothing is retained.
+
+        Args:
+            ids: the tokens.
+            attention: called for one layer after another.
+            start: position of the first token.
+
+        """
+        self._forward(_Pass((), attention=attention), ids, 1, start)
+
+    @property
+    def module(self) -> Any:
+        """The model of transformers."""
+        return self._model
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._model.device
+
     def prefill(
         self, ids: Sequence[int], scorer: Scorer, plan: RetentionPlan, schedule: EvictionSchedule
     ) -> DenseState:
@@ -300,11 +328,12 @@ class DenseModel:
         return ids
 
     @torch.inference_mode()
-    def _forward(self, step: _Pass, ids: Sequence[int], last: int) -> Tensor:
+    def _forward(self, step: _Pass, ids: Sequence[int], last: int, start: int | None = None) -> Tensor:
         """Logits [B, last, vocabulary] float32 after each of the last tokens."""
-        device, start = self._model.device, step.past[0].num_tokens
+        device = self._model.device
+        start = step.past[0].num_tokens if start is None else start
         output = self._model(
-            input_ids=torch.tensor(ids, device=device).expand(len(step.past), -1),
+            input_ids=torch.tensor(ids, device=device).expand(max(1, len(step.past)), -1),
             position_ids=torch.arange(start, start + len(ids), device=device)[None],
             use_cache=False,
             logits_to_keep=last,
