@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from tests.engine.drive import SMALL, Engine
 from torch import Tensor, nn
+from vllm.config import CUDAGraphMode
 
 from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.compression import ChunkContext, Scorer
 from vllm_tangram.compression.scorers import registry
+from vllm_tangram.engine import inputs
 from vllm_tangram.engine.inputs import HiddenStates, parent_of, rope_of
 from vllm_tangram.engine.setup import config_of
 from vllm_tangram.errors import TangramError
@@ -141,3 +144,52 @@ def test_refuses_blocks_whose_input_is_unknown() -> None:
     holder = HiddenStates.__new__(HiddenStates)
     with pytest.raises(TangramError, match="neither qkv_proj nor an input hidden_states"):
         holder.tap(Block(projection=False))
+
+
+@pytest.fixture
+def holder() -> HiddenStates:
+    """A buffer of six tokens."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(get_hidden_size=lambda: 8, dtype=torch.float32),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=6),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+    )
+    return HiddenStates(config, "cpu")  # type: ignore[arg-type]
+
+
+def step(mode: CUDAGraphMode, *, prefill: bool | None) -> Any:
+    """A step's context; ``prefill`` None: the model is warmed up."""
+    metadata = None if prefill is None else {"layer": SimpleNamespace(has_prefill=prefill)}
+    return SimpleNamespace(cudagraph_runtime_mode=mode, attn_metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("mode", "prefill", "copied"),
+    [
+        (CUDAGraphMode.NONE, True, True),
+        (CUDAGraphMode.NONE, False, False),
+        (CUDAGraphMode.NONE, None, True),
+        (CUDAGraphMode.FULL, False, False),  # captured once, replayed for steps that decode
+        (CUDAGraphMode.PIECEWISE, False, True),  # captured once, replayed for any step
+        (CUDAGraphMode.PIECEWISE, None, True),
+    ],
+)
+def test_copies_unless_nothing_will_be_scored(
+    holder: HiddenStates, mode: CUDAGraphMode, prefill: bool | None, copied: bool
+) -> None:
+    hidden = torch.ones(4, 8)
+    holder.keep(hidden, step(mode, prefill=prefill))
+    assert torch.equal(holder.buffer[:4], hidden if copied else torch.zeros(4, 8))
+    assert not holder.buffer[4:].any()
+
+
+def test_notices_a_projection_that_is_not_called_as_a_module(
+    holder: HiddenStates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = step(CUDAGraphMode.NONE, prefill=True)
+    monkeypatch.setattr(inputs, "get_forward_context", lambda: eager)
+    for _ in range(2):
+        holder.keep(torch.ones(4, 8), eager)
+        holder.expect()
+    with pytest.raises(TangramError, match="cannot see its hidden states"):
+        holder.expect()
