@@ -25,6 +25,7 @@ class TangramConfig(BaseModel):
             allowed.
         scorer: name of the importance scorer (``vllm_tangram.compression.scorers``); the default is the one that keeps
             most answers when the question comes after the text was compressed (docs/quality.md).
+        gate: path of the gate, for scorers that need one; None: a shipped one of the model.
         profile: path of the retention profile; None only with ``budgets="uniform"`` or ``retention=1``.
         budgets: "profile" gives every head what the profile says, "uniform" gives all the same (for comparison).
         page_group_size: members (KV heads of any layer) per page, G.
@@ -43,6 +44,7 @@ class TangramConfig(BaseModel):
     retention: float = Field(0.25, gt=0, le=1)
     retention_floor: float = Field(0.05, gt=0, le=1)
     scorer: str = "keydiff"
+    gate: str | None = None
     profile: str | None = None
     budgets: Budgets = "profile"
     page_group_size: int = Field(4, ge=1)
@@ -65,6 +67,10 @@ class TangramConfig(BaseModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> TangramConfig:
+        from vllm_tangram.compression import needs_gate
+
+        if self.gate is not None and not needs_gate(self.scorer):
+            raise ValueError(f"gate ({self.gate}) is for scorers that are made with one, and {self.scorer} is not")
         if self.sinks + self.window > self.chunk_size:
             raise ValueError(
                 f"sinks + window ({self.sinks} + {self.window}) must fit in chunk_size ({self.chunk_size})"

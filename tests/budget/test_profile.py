@@ -147,6 +147,21 @@ def test_damaged_tensors(saved: Path, tensors: dict[str, np.ndarray], reason: st
         RetentionProfile.load(saved)
 
 
+def test_a_profile_belongs_to_a_gate(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "gated.safetensors"
+    make_profile(scorer="fastkvzip", gate="abc123").save(path)
+    gated = RetentionProfile.load(path)
+    gated.check(model=gated.model, scorer="fastkvzip", gate="abc123")
+    with pytest.raises(TangramError, match="gate: recorded abc123, served def456"):
+        gated.check(model=gated.model, scorer="fastkvzip", gate="def456")
+    with pytest.raises(TangramError, match="gate: recorded abc123, served none"):
+        gated.check(model=gated.model, scorer="fastkvzip")
+    without = RetentionProfile.load(saved)
+    assert without.gate is None
+    with pytest.raises(TangramError, match="gate: recorded none, served abc123"):
+        without.check(model=without.model, scorer="snapkv", gate="abc123")
+
+
 def test_check(saved: Path) -> None:
     profile = RetentionProfile.load(saved)
     served = dict(profile.model)

@@ -42,11 +42,11 @@ def make_engine(embedded: Path) -> Iterator[Callable[..., Engine]]:
             if stock:
                 import vllm
 
-                engines[key] = Engine(vllm.LLM(str(embedded), enable_prefix_caching=False, **COMMON, **options))
+                engines[key] = Engine(vllm.LLM(str(embedded), enable_prefix_caching=False, **(COMMON | options)))
             else:
                 import vllm_tangram
 
-                engines[key] = Engine(vllm_tangram.LLM(str(embedded), **COMMON, **options))
+                engines[key] = Engine(vllm_tangram.LLM(str(embedded), **(COMMON | options)))
         return engines[key]
 
     yield make

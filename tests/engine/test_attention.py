@@ -15,6 +15,7 @@ from vllm_tangram.compression import get_scorer
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.cpu import attention
 from vllm_tangram.engine.cpu.metadata import DecodeRows, HeadGroupMetadata, PrefillRow
+from vllm_tangram.engine.scoring import LayerScorer
 from vllm_tangram.pages.table import PageTable
 
 BLOCK, CHUNK, SINKS, WINDOW = 32, 128, 4, 16
@@ -88,7 +89,7 @@ def test_ragged_pages(dtype: torch.dtype, group_size: int, head_dim: int, monkey
             block_size=BLOCK,
             dtype=dtype,
             config=config,
-            scorer=get_scorer("knorm"),
+            scorer=LayerScorer(get_scorer("knorm"), config, index, scale),
         )
         for index in range(LAYERS)
     ]

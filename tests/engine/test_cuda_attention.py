@@ -27,6 +27,7 @@ from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention
 from vllm_tangram.engine.cuda.metadata import HeadGroupMetadataBuilder
 from vllm_tangram.engine.cuda.splits import DecodeSplits
+from vllm_tangram.engine.scoring import LayerScorer
 from vllm_tangram.pages.device import DevicePages
 
 LAYERS, HEADS, RATIO, DIM, BLOCK, CHUNK, MAX_LEN = 2, 3, 2, 16, 16, 64, 256
@@ -152,8 +153,7 @@ class Engine:
                 stock,
                 index=index,
                 heads=LayerHeads(torch.from_numpy(groups.group[index]), torch.from_numpy(groups.column[index])),
-                config=self.config,
-                scorer=self.scorer,
+                scorer=LayerScorer(self.scorer, self.config, index, SCALE),
             )
             for index in range(LAYERS)
         ]

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from tests.compression.gates import untrained_gate
 from transformers import AutoModelForCausalLM
 
 from vllm_tangram import RetentionProfile, TangramConfig, TangramError
@@ -46,13 +47,13 @@ def test_full_kv_is_the_plain_model(dense: DenseModel, checkpoint: Path) -> None
 def test_keeps_what_the_schedule_says(
     dense: DenseModel, skewed: RetentionProfile, scorer: str, prompt_len: int
 ) -> None:
-    plan = plan_of(skewed)
+    plan, gate = plan_of(skewed), untrained_gate(dense.fingerprint)
     schedule, tokens = plan.schedule(0.5), ids(prompt_len)
     state = dense.empty()
     for start in range(0, prompt_len, 256):
         chunk = tokens[start : start + 256]
         before = state
-        state = dense.read(chunk, [get_scorer(scorer)], **OPTIONS, after=before).compress(
+        state = dense.read(chunk, [get_scorer(scorer, gate)], **OPTIONS, after=before).compress(
             scorer, plan, schedule, prompt_len
         )
         lengths = schedule.lengths(state.num_tokens, prompt_len)
@@ -60,7 +61,7 @@ def test_keeps_what_the_schedule_says(
         assert (state.retained[..., :start] == before.retained).all()  # earlier chunks are not looked at again
         assert state.retained[..., :4].all()
         assert state.retained[..., -min(64, len(chunk)) :].all()
-    whole = dense.prefill(tokens, get_scorer(scorer), plan, schedule)
+    whole = dense.prefill(tokens, get_scorer(scorer, gate), plan, schedule)
     assert (whole.retained == state.retained).all()
     torch.testing.assert_close(whole.logits, state.logits)
     if prompt_len > 256:
@@ -83,7 +84,7 @@ def test_evicted_tokens_are_not_seen(dense: DenseModel, skewed: RetentionProfile
 
 def test_rows_do_not_depend_on_each_other(dense: DenseModel, skewed: RetentionProfile) -> None:
     plan = plan_of(skewed, chunk_size=512)
-    scorers = [get_scorer(name) for name in scorer_names()]
+    scorers = [get_scorer(name, untrained_gate(dense.fingerprint)) for name in scorer_names()]
     chunk = dense.read(ids(512), scorers, **OPTIONS, after=dense.empty())
     states = [chunk.compress(scorer.name, plan, plan.schedule(0.5), 512) for scorer in scorers]
     together, hits = dense.score_answer(states, ids(7), ids(3, 1))

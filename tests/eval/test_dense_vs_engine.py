@@ -9,10 +9,12 @@ from pydoc_data.topics import topics
 import numpy as np
 import pytest
 import torch
+from tests.compression.gates import untrained_gate
 
 from vllm_tangram import LLM, RetentionProfile, TangramConfig
 from vllm_tangram.budget import RetentionPlan
-from vllm_tangram.compression import get_scorer
+from vllm_tangram.compression import get_scorer, needs_gate
+from vllm_tangram.compression.gate import Gate
 from vllm_tangram.embedded import embedded_model
 from vllm_tangram.eval.dense import DenseModel
 
@@ -33,19 +35,24 @@ def prompts(dense: DenseModel) -> list[list[int]]:
     return [ids[start : start + count] for start, count in zip((0, 2000), PROMPT_TOKENS, strict=True)]
 
 
-def skewed_profile(dense: DenseModel, scorer: str) -> RetentionProfile:
+def skewed_profile(dense: DenseModel, scorer: str, gate: Gate | None) -> RetentionProfile:
     """Heads that keep from 2 % to nearly everything, in no order of layers."""
     levels = np.array([0.1, 0.25, 0.5])
     taste = np.random.default_rng(7).uniform(0.2, 4.0, (dense.num_layers, dense.num_kv_heads))
     kept = levels[None, :, None, None] ** (1 / taste) * np.array([0.95, 1.0])[:, None, None, None]
-    return RetentionProfile(levels, kept, scorer, dense.fingerprint, sinks=4, window=64, chunk_size=512)
+    digest = None if gate is None else gate.digest()
+    return RetentionProfile(levels, kept, scorer, dense.fingerprint, sinks=4, window=64, chunk_size=512, gate=digest)
 
 
-@pytest.fixture(params=["snapkv", "keydiff"])
+@pytest.fixture(params=["snapkv", "keydiff", "expected_attention", "fastkvzip"])
 def config(request: pytest.FixtureRequest, dense: DenseModel, tmp_path: Path) -> TangramConfig:
-    path = tmp_path / "profile.safetensors"
-    skewed_profile(dense, request.param).save(path)
-    return TangramConfig(retention=0.25, scorer=request.param, profile=str(path), page_group_size=4, chunk_size=512)
+    files, gate = {"profile": str(tmp_path / "profile.safetensors")}, None
+    if needs_gate(request.param):
+        gate = untrained_gate(dense.fingerprint)
+        gate.save(tmp_path / "gate.safetensors")
+        files["gate"] = str(tmp_path / "gate.safetensors")
+    skewed_profile(dense, request.param, gate).save(Path(files["profile"]))
+    return TangramConfig(retention=0.25, scorer=request.param, page_group_size=4, chunk_size=512, **files)
 
 
 def test_same_answers(config: TangramConfig, dense: DenseModel, prompts: list[list[int]]) -> None:
@@ -76,7 +83,8 @@ def test_same_answers(config: TangramConfig, dense: DenseModel, prompts: list[li
         max_tokens=2048,
     )
     for ids, output in zip(prompts, outputs, strict=True):
-        state = dense.prefill(ids, get_scorer(config.scorer), plan, plan.schedule(config.retention))
+        scorer = get_scorer(config.scorer, None if config.gate is None else Gate.load(config.gate))
+        state = dense.prefill(ids, scorer, plan, plan.schedule(config.retention))
         assert state.retained.float().mean() < 0.3
         completion = output.outputs[0]
         generated = list(completion.token_ids)

@@ -62,7 +62,7 @@ def test_engine_answers_as_the_reference_does() -> None:
     expected = [answer for number, own in enumerate(groups[512]) for answer in evaluation.ask(own, 512, number)]
 
     model = ServedModel(folder, dense.num_layers, dense.num_kv_heads)
-    served = list(serve_cases(model, setting, groups, [(512, 0), (512, 1)], CONFIG, profile))
+    served = list(serve_cases(model, setting, groups, [(512, 0), (512, 1)], CONFIG, profile, None))
     assert [(length, number) for length, number, _ in served] == [(512, 0), (512, 1)]
     answers = [answer for *_, own in served for answer in own]
     assert [answer.question for answer in answers] == [answer.question for answer in expected]

@@ -10,7 +10,7 @@ from tests.gates.models import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from vllm_tangram import TangramError
-from vllm_tangram.gates.capture import attention_inputs
+from vllm_tangram.eval.inputs import attention_inputs
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
@@ -32,7 +32,7 @@ def test_refuses_a_model_without_attention_in_every_layer() -> None:
     model = torch.nn.Module()
     model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=2))
     with (
-        pytest.raises(TangramError, match=r"found attention blocks of layers \[\], expected all of 2"),
+        pytest.raises(TangramError, match=r"attention blocks were found in layers \[\] of 2"),
         attention_inputs(model),
     ):
         pass

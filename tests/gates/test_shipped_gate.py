@@ -12,8 +12,8 @@ import vllm_tangram
 from vllm_tangram.compression import get_scorer
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.inputs import attention_inputs
 from vllm_tangram.gates.agreement import agreement
-from vllm_tangram.gates.capture import attention_inputs
 from vllm_tangram.gates.targets import kvzip_scores
 from vllm_tangram.gates.texts import training_texts
 

@@ -12,9 +12,9 @@ from vllm_tangram import TangramError
 from vllm_tangram.compression import get_scorer
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.inputs import attention_inputs
 from vllm_tangram.gates import make
 from vllm_tangram.gates.agreement import agreement, overlap
-from vllm_tangram.gates.capture import attention_inputs
 from vllm_tangram.gates.dataset import Dataset, Shape, make_contexts
 from vllm_tangram.gates.make import Source, train_gate
 from vllm_tangram.gates.targets import kvzip_scores

@@ -36,6 +36,7 @@ class RetentionProfile:
         window: last tokens of every chunk that were always kept.
         chunk_size: tokens that competed at once.
         info: free text: versions, date, where the samples came from.
+        gate: digest of the scorer's gate; None for scorers without one.
         source: the file, for messages.
 
     """
@@ -48,6 +49,7 @@ class RetentionProfile:
     window: int
     chunk_size: int
     info: dict[str, str] = field(default_factory=dict)
+    gate: str | None = None
     source: str = "<memory>"
 
     def __post_init__(self) -> None:
@@ -109,6 +111,8 @@ class RetentionProfile:
             "chunk_size": self.chunk_size,
             "info": self.info,
         }
+        if self.gate is not None:
+            header["gate"] = self.gate
         tensors: dict[str, NDArray[Any]] = {
             "retentions": self.retentions,
             "kept": self.kept,
@@ -138,6 +142,7 @@ class RetentionProfile:
                 window=int(header["window"]),
                 chunk_size=int(header["chunk_size"]),
                 info={str(name): str(text) for name, text in dict(header["info"]).items()},
+                gate=None if header.get("gate") is None else str(header["gate"]),
                 source=str(path),
             )
         except KeyError as error:
@@ -152,18 +157,22 @@ class RetentionProfile:
                 raise profile._damaged(f"{name} does not follow from kept")
         return profile
 
-    def check(self, *, model: dict[str, Any], scorer: str) -> None:
+    def check(self, *, model: dict[str, Any], scorer: str, gate: str | None = None) -> None:
         """Refuse to serve another model or scorer than the profiled one.
 
         Args:
             model: fingerprint of the served model.
             scorer: name of the scorer that is served.
+            gate: digest of its gate, if it has one.
 
         Raises:
             TangramError: names what the profile says and what is served.
 
         """
         problems = [] if scorer == self.scorer else [f"scorer: recorded {self.scorer}, served {scorer}"]
+        if gate != self.gate:
+            recorded, served = (str(digest)[:12] if digest else "none" for digest in (self.gate, gate))
+            problems.append(f"gate: recorded {recorded}, served {served}")
         served_shape = (model.get("num_hidden_layers"), model.get("num_key_value_heads"))
         if served_shape != (self.num_layers, self.num_kv_heads):
             problems.append(

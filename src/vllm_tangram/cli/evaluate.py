@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 
 from vllm_tangram import __version__
-from vllm_tangram.cli.evaluate_run import ask_engines, ask_reference, digest, find_profile, make_cases, served_config
+from vllm_tangram.cli.evaluate_run import (
+    KVZIP,
+    ask_engines,
+    ask_reference,
+    digest,
+    find_profile,
+    make_cases,
+    served_config,
+)
 from vllm_tangram.cli.rendering import console, finite, table
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
@@ -37,8 +45,13 @@ def evaluate(
     ] = None,
     retentions: Annotated[str, typer.Option(help="Shares of full KV.", metavar="X[,X...]")] = "0.5,0.25,0.1",
     scorers: Annotated[
-        str, typer.Option(help="What ranks the tokens.", metavar="NAME[,NAME...]")
-    ] = "streaming,knorm,keydiff,snapkv",
+        str,
+        typer.Option(
+            help="What ranks the tokens: those of the engine, and kvzip, which reads the context twice and has no "
+            "profile.",
+            metavar="NAME[,NAME...]",
+        ),
+    ] = "streaming,knorm,keydiff,snapkv,tova,expected_attention",
     budgets: Annotated[
         str,
         typer.Option(
@@ -88,6 +101,10 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
+    gate: Annotated[
+        Path | None,
+        typer.Option(help="Trained gate of the model, for fastkvzip; else a shipped one.", show_default=False),
+    ] = None,
     profile_dir: Annotated[
         Path | None, typer.Option(help="Folder of NAME.SCORER.safetensors profiles.", show_default=False)
     ] = None,
@@ -104,6 +121,9 @@ def evaluate(
     """Measure what compression does to answers: a context is compressed, then questions about it are asked."""
     from vllm_tangram.cli.evaluate_report import plot as write_plot
     from vllm_tangram.cli.evaluate_report import report, tables
+    from vllm_tangram.compression import needs_gate
+    from vllm_tangram.compression.gate import Gate
+    from vllm_tangram.compression.shipped import find_gate
     from vllm_tangram.embedded import embedded_model
     from vllm_tangram.eval.dense import DenseModel
     from vllm_tangram.eval.records import WorkFile, digest_of_cases
@@ -114,13 +134,18 @@ def evaluate(
     for option, path in (("--json", json), ("--markdown", markdown), ("--plot", plot), ("--work", work)):
         _check_folder(option, path)
     wanted = settings(
-        _parsed("scorer", _items(scorers)),
+        [name if name == KVZIP else _parsed("scorer", [name])[0] for name in _items(scorers)],
         list(parse_allocations(_items(budgets or ("profile,uniform" if engine else ",".join(ALLOCATIONS))))),
         _parsed("retention", _numbers("--retentions", retentions, float)),
         _parsed("alpha", _numbers("--alphas", alphas, float)),
         _parsed("margin", _items(margins)),
         _parsed("page_group_size", _numbers("--page-group-sizes", page_group_sizes, int)),
     )
+    wanted = [setting for setting in wanted if (setting.scorer, setting.budgets) != (KVZIP, "profile")]
+    if KVZIP in _items(scorers) and all(setting.scorer != KVZIP for setting in wanted):
+        raise TangramError(f"--scorers {KVZIP}: no profile can be made of it; add dynamic to --budgets")
+    if engine and any(setting.scorer == KVZIP for setting in wanted):
+        raise TangramError(f"--scorers {KVZIP}: leave it out with --engine; no engine can read a context twice")
     if engine and question_in_prompt:
         raise TangramError("--question-in-prompt: leave it out with --engine, which asks after the compression")
     folder = embedded_model() if model is None else model
@@ -135,9 +160,12 @@ def evaluate(
     config = TangramConfig.parse({} if chunk_size is None else {"chunk_size": chunk_size})
     if engine:
         config = served_config(config, wanted, groups, chunk_size, kind.likelihood)
+    if any(needs_gate(setting.scorer) for setting in wanted):
+        gate = find_gate(gate, dense.fingerprint)
     profiles = {
-        scorer: find_profile(scorer, folder, dense, profile_dir)
+        scorer: find_profile(scorer, gate if needs_gate(scorer) else None, folder, dense, profile_dir)
         for scorer in dict.fromkeys(setting.scorer for setting in wanted[1:] if setting.budgets != "uniform")
+        if scorer != KVZIP
     }
     setup = {
         "version": __version__,
@@ -151,6 +179,7 @@ def evaluate(
         "engine": engine,
         "data": None if data is None else data.name,
         "cases": digest_of_cases(groups),
+        "gate": None if gate is None else Gate.load(gate).digest(),
         "profiles": {scorer: digest(profile) for scorer, profile in profiles.items()},
     }
     results = WorkFile(work, setup)
@@ -159,9 +188,9 @@ def evaluate(
 
         served = ServedModel(folder, dense.num_layers, dense.num_kv_heads)
         del dense  # the engine has its own weights
-        ask_engines(served, wanted, groups, config, profiles, results)
+        ask_engines(served, wanted, groups, config, profiles, gate, results)
     else:
-        ask_reference(dense, wanted, groups, config, profiles, results, chunked=chunk_size is not None)
+        ask_reference(dense, wanted, groups, config, profiles, gate, results, chunked=chunk_size is not None)
 
     unit = "pairs" if task == "kv" else "tokens"
     made = tables(results.answers, likelihood=kind.likelihood, unit=unit)

@@ -21,21 +21,31 @@ if TYPE_CHECKING:
     from vllm_tangram.eval.tasks import Case
 
 
-def find_profile(scorer: str, model: Path, dense: DenseModel, folder: Path | None) -> RetentionProfile:
+KVZIP = "kvzip"
+"""Scorer of the dense reference alone: it reads the context twice (`gates.targets`)."""
+
+
+def find_profile(
+    scorer: str, gate: Path | None, model: Path, dense: DenseModel, folder: Path | None
+) -> RetentionProfile:
     """The profile in ``folder``, or else the one that an engine would use."""
     from vllm_tangram.budget import RetentionProfile
 
     if folder is None:
         from vllm_tangram.engine.resolve import resolve_profile
 
-        resolved = resolve_profile(TangramConfig.parse({"scorer": scorer}), str(model), {}).profile
+        config = TangramConfig.parse({"scorer": scorer, "gate": None if gate is None else str(gate)})
+        resolved = resolve_profile(config, str(model), {}).profile
         assert resolved is not None
         return RetentionProfile.load(resolved)
+    from vllm_tangram.compression.gate import Gate
+
+    gate_digest = None if gate is None else Gate.load(gate).digest()
     found = []
     for path in sorted(folder.glob(f"*.{scorer}.safetensors")):
         profile = RetentionProfile.load(path)
         try:
-            profile.check(model=dense.fingerprint, scorer=scorer)
+            profile.check(model=dense.fingerprint, scorer=scorer, gate=gate_digest)
         except TangramError:
             continue
         found.append(profile)
@@ -91,14 +101,25 @@ def ask_reference(
     groups: Mapping[int, Sequence[Case]],
     config: TangramConfig,
     profiles: Mapping[str, RetentionProfile],
+    gate: Path | None,
     results: WorkFile,
     *,
     chunked: bool,
 ) -> None:
     """Ask the dense reference what is not answered yet."""
+    from vllm_tangram.compression.gate import Gate
     from vllm_tangram.eval.run import Evaluation
+    from vllm_tangram.gates.targets import kvzip_scores
 
-    evaluation = Evaluation(dense, wanted, profiles, config=config, chunked=chunked)
+    evaluation = Evaluation(
+        dense,
+        wanted,
+        profiles,
+        config=config,
+        chunked=chunked,
+        gate=None if gate is None else Gate.load(gate).to(dense.device),
+        oracles={KVZIP: kvzip_scores},
+    )
     total = sum(map(len, groups.values()))
     with _progress(total, len(results.done)) as advance:
         for length, cases in groups.items():
@@ -114,6 +135,7 @@ def ask_engines(
     groups: Mapping[int, Sequence[Case]],
     config: TangramConfig,
     profiles: Mapping[str, RetentionProfile],
+    gate: Path | None,
     results: WorkFile,
 ) -> None:
     """Ask one engine after the other what is not answered yet."""
@@ -126,7 +148,7 @@ def ask_engines(
             if not left:
                 continue
             profile = profiles.get(setting.scorer) if setting.budgets == "profile" else None
-            for length, number, answers in serve_cases(model, setting, groups, left, config, profile):
+            for length, number, answers in serve_cases(model, setting, groups, left, config, profile, gate):
                 results.add(length, number, answers, setting.name)
                 advance()
 

@@ -98,6 +98,7 @@ def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths:
     return {
         "file": str(file),
         "scorer": profile.scorer,
+        "gate": profile.gate,
         "model": profile.model,
         "samples": profile.num_samples,
         "layers": profile.num_layers,
@@ -133,6 +134,7 @@ def _print(report: dict[str, Any]) -> None:
     model = report["model"]
     facts = [
         ("scorer", report["scorer"]),
+        *([("gate", report["gate"][:12])] if report["gate"] else []),
         ("model", ", ".join(model.get("architectures") or ["unknown"])),
         ("heads", f"{report['layers']} layers of {report['kv_heads']} KV heads of size {model.get('head_dim') or '?'}"),
         ("pilot samples", str(report["samples"])),

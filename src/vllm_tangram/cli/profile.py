@@ -26,6 +26,10 @@ def profile(
     model: Annotated[str, typer.Argument(help="Path or name of a model, or the word `embedded`.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.", show_default=False)],
     scorer: Annotated[str, typer.Option(help="What tells important tokens from others.")] = _DEFAULTS["scorer"],
+    gate: Annotated[
+        str | None,
+        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a shipped one.", metavar="FILE"),
+    ] = _DEFAULTS["gate"],
     samples: Annotated[
         Path | None,
         typer.Option(
@@ -45,7 +49,7 @@ def profile(
 ) -> None:
     """Run pilot texts through a model and write what each of its heads keeps: a retention profile."""
     chunk = {} if chunk_size is None else {"chunk_size": chunk_size}
-    config = TangramConfig.parse({"scorer": scorer, "sinks": sinks, "window": window, **chunk})
+    config = TangramConfig.parse({"scorer": scorer, "gate": gate, "sinks": sinks, "window": window, **chunk})
     if max_tokens < 2 * (sinks + window):
         raise TangramError(
             f"--max-tokens {max_tokens} leaves nothing to choose from: give at least twice --sinks + --window = "
@@ -84,6 +88,7 @@ def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:
     return {
         "file": str(path),
         "scorer": profile.scorer,
+        "gate": profile.gate,
         "samples": profile.num_samples,
         "layers": profile.num_layers,
         "kv_heads": profile.num_kv_heads,

@@ -29,6 +29,10 @@ def serve(
         float, typer.Option(help="Smallest retention that a request may ask for itself.")
     ] = _DEFAULTS["retention_floor"],
     scorer: Annotated[str, typer.Option(help="What tells important tokens from others.")] = _DEFAULTS["scorer"],
+    gate: Annotated[
+        str | None,
+        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a shipped one.", metavar="FILE"),
+    ] = _DEFAULTS["gate"],
     profile: Annotated[
         str | None,
         typer.Option(help="Retention profile of the model; without it one is made once and cached.", metavar="FILE"),

@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
+from vllm_tangram.compression.rope import Rope
 
-@dataclass(frozen=True)
+Need = Literal["rope", "hidden", "gate"]
+
+
+@dataclass(frozen=True, eq=False)
 class ChunkContext:
     """What a scorer may know about a chunk besides its tensors.
 
@@ -18,6 +22,10 @@ class ChunkContext:
         window: last tokens of every chunk that are always kept.
         scale: factor of the attention logits, usually ``1 / sqrt(head_dim)``.
         start: position of the chunk's first token in the prompt.
+        layer: index of the layer.
+        rope: the layer's rotary embedding; None unless the scorer needs "rope".
+        hidden: ``[T, D]`` what enters the layer's attention block (after its norm), in the model's type; None unless
+            the scorer needs "hidden".
 
     """
 
@@ -25,6 +33,14 @@ class ChunkContext:
     window: int
     scale: float
     start: int
+    layer: int = 0
+    rope: Rope | None = None
+    hidden: Tensor | None = None
+
+    @property
+    def leading_sinks(self) -> int:
+        """First tokens of the chunk that are sinks, if it is long enough to have them all."""
+        return max(0, self.sinks - self.start)
 
 
 class Scorer(Protocol):
@@ -37,11 +53,14 @@ class Scorer(Protocol):
     Attributes:
         name: what users write.
         paper: link to the source.
+        needs: what the context must bring ("rope", "hidden"; a model that does not have it is refused at start), and
+            whether the scorer is made with a gate ("gate").
 
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
+    needs: ClassVar[frozenset[Need]] = frozenset()
 
     def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
         """Score one chunk of one layer of one sequence.

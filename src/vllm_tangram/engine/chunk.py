@@ -6,7 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from vllm_tangram.compression import ChunkContext
+from vllm_tangram.compression.rope import Rope
 from vllm_tangram.config import TangramConfig
 
 
@@ -55,6 +58,8 @@ class Chunk:
         """Last tokens of the chunk that are its window."""
         return min(config.window, self.num_tokens)
 
-    def context(self, config: TangramConfig, scale: float) -> ChunkContext:
+    def context(
+        self, config: TangramConfig, scale: float, *, layer: int, rope: Rope | None = None, hidden: Tensor | None = None
+    ) -> ChunkContext:
         """What a scorer may know."""
-        return ChunkContext(sinks=config.sinks, window=config.window, scale=scale, start=self.position)
+        return ChunkContext(config.sinks, config.window, scale, self.position, layer, rope, hidden)

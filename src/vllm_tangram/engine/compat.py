@@ -65,6 +65,9 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.engine.core_client", "SyncMPClient.call_utility", ("method", "args")),
     ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("method", "args")),
     ("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",)),
+    ("vllm.utils.torch_utils", "direct_register_custom_op", ("op_name", "op_func", "mutates_args", "fake_impl")),
+    ("vllm.forward_context", "ForwardContext", ("no_compile_layers", "attn_metadata", "cudagraph_runtime_mode")),
+    ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbeddingBase", ("rotary_dim", "is_neox_style")),
 )
 
 _CPU_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (

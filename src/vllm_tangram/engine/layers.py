@@ -10,16 +10,26 @@ from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_tangram.compression.rope import Rope
 from vllm_tangram.engine.compat import check_layers
+from vllm_tangram.engine.inputs import HiddenStates, parent_of, rope_of
+from vllm_tangram.engine.scoring import LayerScorer, scorer_of
+from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
     from vllm_tangram.budget import RetentionPlan
 
 
 def adopt_layers(
-    vllm_config: VllmConfig, plan: RetentionPlan, backend: type, implement: Callable[[int, Any], Any]
+    vllm_config: VllmConfig,
+    model: torch.nn.Module,
+    plan: RetentionPlan,
+    backend: type,
+    implement: Callable[[int, Any, LayerScorer], Any],
+    device: torch.device,
 ) -> None:
     """Replace backend and implementation of every attention layer, and let all layers share one page pool.
 
@@ -28,12 +38,14 @@ def adopt_layers(
 
     Args:
         vllm_config: of the engine.
-        plan: what each head may keep.
+        model: the loaded model.
+        plan: what each head may keep; names the scorer.
         backend: attention backend that the layers shall name.
-        implement: (layer index, vLLM's implementation) -> ours.
+        implement: (layer index, vLLM's implementation, scorer) -> ours.
+        device: of the model.
 
     Raises:
-        TangramError: a layer computes something that the ragged path does not.
+        TangramError: a layer computes something that the ragged path does not, or lacks what the scorer needs.
 
     """
     layers = sorted(
@@ -41,8 +53,21 @@ def adopt_layers(
     )
     check_layers(layers, num_kv_heads=plan.groups.group.shape[1])
     first_name = layers[0][0]
+    scorer = scorer_of(plan.config, device)
+    ropes: dict[int, Rope] = {}
+    hidden = HiddenStates(vllm_config, device) if "hidden" in scorer.needs else None
     for index, (name, layer) in enumerate(layers):
+        block = parent_of(model, layer)
+        try:
+            rope = rope_of(model, block, ropes) if "rope" in scorer.needs else None
+            if hidden is not None:
+                hidden.tap(block)
+        except TangramError as error:
+            raise TangramError(
+                f"--scorer {scorer.name} cannot serve this model: layer {name}: {error}; choose another scorer"
+            ) from None
         layer.attn_backend = backend
-        layer.impl = implement(index, layer.impl)
+        scoring = LayerScorer(scorer, plan.config, index, layer.impl.scale, rope, hidden)
+        layer.impl = implement(index, layer.impl, scoring)
         if name != first_name:  # vLLM then binds the first layer's tensor to all: one pool, one block = one page
             layer.kv_sharing_target_layer_name = first_name

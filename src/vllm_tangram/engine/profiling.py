@@ -15,7 +15,7 @@ import vllm
 
 from vllm_tangram.budget import RetentionProfile
 from vllm_tangram.compression.competition import compete
-from vllm_tangram.engine.setup import config_of, fingerprint_of
+from vllm_tangram.engine.setup import config_of, fingerprint_of, gate_digest
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def profile_model(
         sinks=config.sinks,
         window=config.window,
         chunk_size=config.chunk_size,
+        gate=gate_digest(config),
         info={
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "model_name": str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),

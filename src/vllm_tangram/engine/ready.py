@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.options import engine_options, for_platform, vllm_refusals
-from vllm_tangram.engine.resolve import resolve_profile
+from vllm_tangram.engine.resolve import resolve_gate, resolve_profile
 from vllm_tangram.engine.setup import OPTIONS_KEY, fingerprint_of, layout_of, plan_of, staging_pages
 from vllm_tangram.errors import TangramError
 
@@ -37,7 +37,7 @@ def ready_options(
         build: makes vLLM's configuration of completed options.
 
     Raises:
-        TangramError: something is wrong with the options, the model or the profile; no process was started.
+        TangramError: something is wrong with the options, the model, the gate or the profile; no process was started.
 
     """
     check_vllm()
@@ -50,10 +50,13 @@ def ready_options(
         OPTIONS_KEY: config.model_copy(update={"budgets": "uniform", "profile": None}).model_dump()
     }
     plan_of(vllm_config)
-    config = resolve_profile(config, model, given, fingerprint_of(vllm_config.model_config))
+    identity = fingerprint_of(vllm_config.model_config)
+    config = resolve_profile(resolve_gate(config, identity), model, given, identity)
     options = engine_options(config, given)
     vllm_config.additional_config = options["additional_config"]
     check_pool(vllm_config)
+    if config.gate is not None:
+        logger.info("Tangram: gate %s", config.gate)
     if config.profile is not None:
         logger.info("Tangram: retention profile %s", config.profile)
     return options

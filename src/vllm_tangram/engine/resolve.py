@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which retention profile an engine uses: the one named, the one shipped, the one cached, or one made now."""
+"""Which gate and retention profile an engine uses: those named, shipped, cached, or (a profile) made now."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from vllm.logger import init_logger
 
 from vllm_tangram import __version__, paths, pilot
 from vllm_tangram.budget import RetentionProfile
+from vllm_tangram.compression import needs_gate
+from vllm_tangram.compression.shipped import find_gate
 from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.embedded import embedded_model
-from vllm_tangram.engine.setup import fingerprint_of
+from vllm_tangram.engine.setup import fingerprint_of, gate_digest
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -73,13 +75,29 @@ def _model_options(vllm_options: dict[str, Any]) -> dict[str, Any]:
     return {name: vllm_options[name] for name in _MODEL_OPTIONS if vllm_options.get(name) is not None}
 
 
+def resolve_gate(config: TangramConfig, identity: dict[str, Any]) -> TangramConfig:
+    """Options with the gate's path filled in, if the scorer needs a gate.
+
+    Args:
+        config: our options.
+        identity: fingerprint of the model.
+
+    Raises:
+        TangramError: the gate does not belong to this model, or there is none.
+
+    """
+    if not needs_gate(config.scorer):
+        return config
+    return config.model_copy(update={"gate": str(find_gate(config.gate, identity).resolve())})
+
+
 def resolve_profile(
     config: TangramConfig, model: str, vllm_options: dict[str, Any], identity: dict[str, Any] | None = None
 ) -> TangramConfig:
     """Options with the profile's path filled in, the profile checked against the model.
 
     Args:
-        config: our options.
+        config: our options, the gate resolved.
         model: path or name of the model.
         vllm_options: vLLM's options.
         identity: ``model_identity``, where it is known already.
@@ -93,7 +111,7 @@ def resolve_profile(
     identity = identity or model_identity(model, vllm_options)
     if config.profile is not None:
         path = Path(config.profile)
-        RetentionProfile.load(path).check(model=identity, scorer=config.scorer)
+        RetentionProfile.load(path).check(model=identity, scorer=config.scorer, gate=gate_digest(config))
     else:
         path = _shipped(config, identity) or _cached(config, identity, model, vllm_options)
     return config.model_copy(update={"profile": str(path.resolve())})
@@ -103,7 +121,7 @@ def _shipped(config: TangramConfig, identity: dict[str, Any]) -> Path | None:
     for path in sorted(_SHIPPED.glob(f"*.{config.scorer}.safetensors")):
         profile = RetentionProfile.load(path)
         try:
-            profile.check(model=identity, scorer=config.scorer)
+            profile.check(model=identity, scorer=config.scorer, gate=gate_digest(config))
         except TangramError:
             continue
         if _same_settings(profile, config):
@@ -116,7 +134,9 @@ def _same_settings(profile: RetentionProfile, config: TangramConfig) -> bool:
 
 
 def _cached(config: TangramConfig, identity: dict[str, Any], model: str, vllm_options: dict[str, Any]) -> Path:
-    key = json.dumps([identity, config.sinks, config.window, config.chunk_size], sort_keys=True)
+    gate = gate_digest(config)
+    settings = [identity, config.sinks, config.window, config.chunk_size, *([] if gate is None else [gate])]
+    key = json.dumps(settings, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
     folder = paths.writable_cache_dir() / "profiles"
     path = folder / f"{Path(model).name}-{digest}.{config.scorer}.{__version__}.safetensors"
@@ -131,7 +151,7 @@ def _cached(config: TangramConfig, identity: dict[str, Any], model: str, vllm_op
             path,
         )
         make_profile(config, model, vllm_options, pilot.pilot_texts(PILOT_SAMPLES), "built-in pilot texts").save(path)
-    RetentionProfile.load(path).check(model=identity, scorer=config.scorer)
+    RetentionProfile.load(path).check(model=identity, scorer=config.scorer, gate=gate)
     return path
 
 
@@ -147,7 +167,7 @@ def make_profile(
     """Start an engine at retention 1, run the samples with a progress bar, and stop the engine.
 
     Args:
-        config: names scorer, sinks, window and chunk size.
+        config: names scorer, gate, sinks, window and chunk size.
         model: path or name.
         vllm_options: vLLM's options, of which those that decide what is computed are used.
         texts: pilot samples.
@@ -163,7 +183,7 @@ def make_profile(
 
     served = _model_config(model, vllm_options)
     longest = min(max_tokens + 2, served.max_model_len)
-    ours = config.model_dump(include={"scorer", "sinks", "window", "chunk_size"})
+    ours = config.model_dump(include={"scorer", "gate", "sinks", "window", "chunk_size"})
     llm = LLM(
         model,
         retention=1.0,

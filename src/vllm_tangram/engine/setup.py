@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.platforms import current_platform
 
 from vllm_tangram.budget import RetentionPlan, RetentionProfile, model_fingerprint
+from vllm_tangram.compression.gate import Gate
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.pages.layout import PageLayout
@@ -39,6 +40,11 @@ def config_of(vllm_config: VllmConfig) -> TangramConfig:
             "vllm_tangram.LLM, which set them"
         )
     return TangramConfig.parse(options)
+
+
+def gate_digest(config: TangramConfig) -> str | None:
+    """What a profile remembers of the gate; None without one."""
+    return None if config.gate is None else Gate.load(config.gate).digest()
 
 
 def plan_of(vllm_config: VllmConfig) -> RetentionPlan:

@@ -13,7 +13,9 @@ budgets, and each of these costs no more than its question and answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +26,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from vllm_tangram.budget import EvictionSchedule, RetentionPlan, model_fingerprint
 from vllm_tangram.compression import ChunkContext, Scorer, select_tokens
+from vllm_tangram.compression.rope import Rope
 from vllm_tangram.errors import TangramError
+from vllm_tangram.eval.inputs import attention_inputs, rope_of
 
 _ATTENTION = "tangram_dense"
 
@@ -124,6 +128,8 @@ class _Pass:
     scorers: Sequence[Scorer] = ()
     sinks: int = 0
     window: int = 0
+    rope: Rope | None = None
+    inputs: Mapping[int, Tensor] = field(default_factory=dict)  # layer -> hidden states [B, T, D], where needed
     attention: Attention | None = None
     keys: list[Tensor] = field(default_factory=list)  # per layer [B, H, T, d]
     values: list[Tensor] = field(default_factory=list)
@@ -134,7 +140,9 @@ class _Pass:
         self.keys.append(key)
         self.values.append(value)
         if self.scorers:
-            context = ChunkContext(self.sinks, self.window, scale, self.past[0].num_tokens)
+            hidden = self.inputs[layer][0] if layer in self.inputs else None
+            start = self.past[0].num_tokens
+            context = ChunkContext(self.sinks, self.window, scale, start, layer, self.rope, hidden)
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             self.scores.append([scorer.score(q, k, v, context) for scorer in self.scorers])
         if self.attention is not None:
@@ -228,6 +236,16 @@ class DenseModel:
         fingerprint = model_fingerprint(model.config.to_dict(), path)
         return cls(model, AutoTokenizer.from_pretrained(path), fingerprint)
 
+    @cached_property
+    def rope(self) -> Rope:
+        """Rotary embedding of all layers.
+
+        Raises:
+            TangramError: there is none that scorers could use.
+
+        """
+        return rope_of(self._model)
+
     def empty(self) -> DenseState:
         """No tokens read yet."""
         nothing = torch.empty(0, device=self._model.device)
@@ -246,9 +264,16 @@ class DenseModel:
             window: last tokens of every chunk that are always kept.
             after: earlier chunks, compressed.
 
+        Raises:
+            TangramError: the model does not have what a scorer needs.
+
         """
-        step = _Pass([after], scorers, sinks, window)
-        logits = self._forward(step, ids, 1)[0, -1]
+        needs = frozenset[str]().union(*(scorer.needs for scorer in scorers))
+        step = _Pass([after], scorers, sinks, window, self.rope if "rope" in needs else None)
+        with ExitStack() as stack:
+            if "hidden" in needs:
+                step.inputs = stack.enter_context(attention_inputs(self._model))
+            logits = self._forward(step, ids, 1)[0, -1]
         names = [scorer.name for scorer in scorers]
         scores = {name: torch.stack([layer[i] for layer in step.scores]) for i, name in enumerate(names)}
         return DenseChunk(_extended(after, step, len(ids), logits), after.num_tokens, scores)

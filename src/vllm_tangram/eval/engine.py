@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_tangram.bench.process import EngineProcess
+from vllm_tangram.compression import needs_gate
 from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.run import Answer, plan_of
@@ -89,6 +90,7 @@ def serve_cases(
     asked: Sequence[tuple[int, int]],
     config: TangramConfig,
     profile: RetentionProfile | None,
+    gate: Path | None,
 ) -> Iterator[tuple[int, int, list[Answer]]]:
     """Start an engine and ask it the questions of some contexts, one after the other.
 
@@ -99,6 +101,7 @@ def serve_cases(
         asked: which of them: (length, number).
         config: options that all settings share.
         profile: retention profile of the setting's scorer, saved in a file; None without.
+        gate: file of the model's gate, for scorers that need one.
 
     Yields:
         Length, number and answers of a context. An answer's hits are the tokens before the first wrong one, and
@@ -121,6 +124,7 @@ def serve_cases(
         options |= setting.config(config).model_dump(include=names)
         options |= {"scorer": setting.scorer, "budgets": setting.budgets}
         options["profile"] = None if profile is None else profile.source
+        options["gate"] = str(gate) if needs_gate(setting.scorer) and gate is not None else None
     room = longest + config.chunk_size + 4 * DEFAULT_BLOCK_SIZE  # and a chunk's scratch pages
     name = setting.name if ours else "stock vLLM"
     with EngineProcess(name, str(model.path), ours=ours, options=options, kv_tokens=_CONTEXTS * room) as process:

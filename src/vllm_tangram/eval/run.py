@@ -12,6 +12,7 @@ from torch import Tensor
 
 from vllm_tangram.budget import EvictionSchedule, RetentionPlan, RetentionProfile
 from vllm_tangram.compression import Scorer, get_scorer
+from vllm_tangram.compression.gate import Gate
 from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.baselines import adakv_counts, dynamic_counts
@@ -75,6 +76,7 @@ class Evaluation:
         profiles: by scorer; "profile" needs one, and the baselines share out the memory of its plan.
         config: options that all settings share; its chunk size counts only where ``chunked``.
         chunked: compress prompts chunk by chunk; else at once, whatever their length, which is much quicker.
+        gate: of the model, for scorers that need one.
         oracles: by name, scorers that look at the whole context, also at what comes after a chunk.
 
     """
@@ -87,6 +89,7 @@ class Evaluation:
         *,
         config: TangramConfig,
         chunked: bool = False,
+        gate: Gate | None = None,
         oracles: Mapping[str, Oracle] | None = None,
     ) -> None:
         self.model = model
@@ -96,7 +99,7 @@ class Evaluation:
         self.chunked = chunked
         names = dict.fromkeys(setting.scorer for setting in wanted if setting != REFERENCE)
         self._oracles = {name: oracle for name, oracle in (oracles or {}).items() if name in names}
-        self._scorers: dict[str, Scorer] = {name: get_scorer(name) for name in names if name not in self._oracles}
+        self._scorers: dict[str, Scorer] = {name: get_scorer(name, gate) for name in names if name not in self._oracles}
         self._plan = lru_cache(maxsize=1024)(self._build_plan)
 
     def ask(self, case: Case, length: int, number: int) -> list[Answer]:

@@ -23,8 +23,8 @@ from vllm_tangram.compression import Scorer
 from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.chat import chat_frame
 from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.inputs import attention_inputs
 from vllm_tangram.files import write_atomically
-from vllm_tangram.gates.capture import attention_inputs
 from vllm_tangram.gates.targets import kvzip_scores
 
 _FORMAT = 1

@@ -16,7 +16,7 @@ from vllm import _custom_ops as ops
 from vllm import envs
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl, _get_attn_isa
 
-from vllm_tangram.compression import Scorer, select_tokens
+from vllm_tangram.compression import select_tokens
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.cpu.metadata import (
     DecodeRows,
@@ -25,6 +25,7 @@ from vllm_tangram.engine.cpu.metadata import (
     Ints,
     PrefillRow,
 )
+from vllm_tangram.engine.scoring import LayerScorer
 from vllm_tangram.pages.table import PageTable
 
 
@@ -66,7 +67,7 @@ class HeadGroupCPUAttention(CPUAttentionBackendImpl):
         block_size: int,
         dtype: torch.dtype,
         config: TangramConfig,
-        scorer: Scorer,
+        scorer: LayerScorer,
     ) -> None:
         self.__dict__.update(stock.__dict__)
         self.index = index
@@ -104,6 +105,7 @@ class HeadGroupCPUAttention(CPUAttentionBackendImpl):
             output_block_scale: unused by the CPU backend.
 
         """
+        self.scorer.begin()
         if attn_metadata is None:
             return output
         keys, values = kv_cache.view(-1, 1, 2 * self.block_size, self.head_size).chunk(2, dim=2)
@@ -115,7 +117,7 @@ class HeadGroupCPUAttention(CPUAttentionBackendImpl):
             q, k, v = query[row.tokens], key[row.tokens], value[row.tokens]
             scores = None
             if not row.direct or attn_metadata.observer is not None:
-                scores = self.scorer.score(q, k, v, row.context(self.config, self.scale))
+                scores = self.scorer.score(row, q, k, v)
             self._prefill(row, attn_metadata.table, q, k, v, scores, cache, output[row.tokens])
             if attn_metadata.observer is not None and scores is not None:
                 attn_metadata.observer.observe(self.index, row, scores)

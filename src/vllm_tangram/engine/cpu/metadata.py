@@ -78,6 +78,11 @@ class HeadGroupMetadata:
     prefills: tuple[PrefillRow, ...]
     observer: ScoreObserver | None
 
+    @property
+    def has_prefill(self) -> bool:
+        """Does any row have several new tokens?"""
+        return bool(self.prefills)
+
 
 class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
     """Turns vLLM's batch into rows; ``bind`` gives it the runner, which knows the requests."""

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-from vllm_tangram.compression import get_scorer
 from vllm_tangram.engine.admission import retention_of
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
 from vllm_tangram.engine.cpu.generator import RewindableGenerator
 from vllm_tangram.engine.layers import adopt_layers
+from vllm_tangram.engine.scoring import LayerScorer
 from vllm_tangram.engine.setup import plan_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.table import PageTable, compile_kernels
@@ -53,9 +53,8 @@ class TangramCPUModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         plan = self.plan = plan_of(self.vllm_config)
-        scorer = get_scorer(plan.config.scorer)
 
-        def implement(index: int, stock: Any) -> HeadGroupCPUAttention:
+        def implement(index: int, stock: Any, scorer: LayerScorer) -> HeadGroupCPUAttention:
             return HeadGroupCPUAttention(
                 stock,
                 index=index,
@@ -67,7 +66,7 @@ class TangramCPUModelRunner(CPUModelRunner):
                 scorer=scorer,
             )
 
-        adopt_layers(self.vllm_config, plan, HeadGroupCPUBackend, implement)
+        adopt_layers(self.vllm_config, self.get_model(), plan, HeadGroupCPUBackend, implement, self.device)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = super().get_kv_cache_spec()

@@ -20,8 +20,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_tangram.attention.decode import decode_attention
 from vllm_tangram.attention.prefill import LayerHeads, merge_retained, retained_blocks, select, write_tokens
-from vllm_tangram.compression import Scorer
-from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.cuda.metadata import (
     DecodeStep,
     HeadGroupMetadata,
@@ -30,6 +28,7 @@ from vllm_tangram.engine.cuda.metadata import (
     PrefillStep,
     Wave,
 )
+from vllm_tangram.engine.scoring import LayerScorer
 
 
 class HeadGroupCUDABackend(FlashAttentionBackend):
@@ -65,7 +64,6 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         stock: vLLM's implementation of the layer, whose settings are taken over.
         index: layer, 0-based.
         heads: groups and columns of its KV heads.
-        config: options.
         scorer: ranks the tokens of a chunk.
 
     """
@@ -76,13 +74,11 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         *,
         index: int,
         heads: LayerHeads,
-        config: TangramConfig,
-        scorer: Scorer,
+        scorer: LayerScorer,
     ) -> None:
         self.__dict__.update(stock.__dict__)
         self.index = index
         self.heads = heads
-        self.config = config
         self.scorer = scorer
 
     def forward(
@@ -112,6 +108,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
 
         """
         if attn_metadata is None:
+            self.scorer.begin()
             return output.fill_(0)
         if attn_metadata.decode is not None:
             self._decode(attn_metadata.decode, query, key, value, kv_cache, output)
@@ -191,7 +188,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         observer = metadata.observer
         for chunk in wave.scored if observer is None else wave.chunks:
             q, k, v = query[chunk.tokens], key[chunk.tokens], value[chunk.tokens]
-            scores[:, chunk.tokens] = self.scorer.score(q, k, v, chunk.context(self.config, self.scale))
+            scores[:, chunk.tokens] = self.scorer.score(chunk, q, k, v)
             if observer is not None:
                 observer.observe(self.index, chunk, scores[:, chunk.tokens])
 

@@ -115,6 +115,11 @@ class HeadGroupMetadata:
     flat: Tensor
     observer: ScoreObserver | None
 
+    @property
+    def has_prefill(self) -> bool:
+        """Does any row have several new tokens?"""
+        return self.prefill is not None
+
 
 class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
     """Turns vLLM's batch into decode and prefill rows; ``bind`` gives it the runner, which knows the requests.

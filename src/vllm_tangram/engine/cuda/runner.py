@@ -12,11 +12,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
 from vllm_tangram.attention.prefill import LayerHeads, sizes_to_compile
-from vllm_tangram.compression import get_scorer
 from vllm_tangram.engine.admission import retention_of
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention, HeadGroupCUDABackend
 from vllm_tangram.engine.cuda.splits import DecodeSplits
 from vllm_tangram.engine.layers import adopt_layers
+from vllm_tangram.engine.scoring import LayerScorer
 from vllm_tangram.engine.setup import MAX_RETENTIONS, plan_of
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.device import DevicePages
@@ -84,14 +84,11 @@ class TangramGPUModelRunner(GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         plan = self.plan = plan_of(self.vllm_config)
-        scorer = get_scorer(plan.config.scorer)
 
-        def implement(index: int, stock: Any) -> HeadGroupCUDAAttention:
-            return HeadGroupCUDAAttention(
-                stock, index=index, heads=self.heads[index], config=plan.config, scorer=scorer
-            )
+        def implement(index: int, stock: Any, scorer: LayerScorer) -> HeadGroupCUDAAttention:
+            return HeadGroupCUDAAttention(stock, index=index, heads=self.heads[index], scorer=scorer)
 
-        adopt_layers(self.vllm_config, plan, HeadGroupCUDABackend, implement)
+        adopt_layers(self.vllm_config, self.get_model(), plan, HeadGroupCUDABackend, implement, self.device)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         specs = super().get_kv_cache_spec()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which gate a model gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.compression.gates import untrained_gate
+
+from vllm_tangram import TangramConfig, TangramError
+from vllm_tangram.compression import shipped
+from vllm_tangram.compression.shipped import find_gate
+
+MODEL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 12,
+    "weights": "abc",
+}
+OTHER = MODEL | {"weights": "xyz"}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Gates of both models and a damaged one come with the package."""
+    folder = tmp_path / "shipped"
+    folder.mkdir()
+    (folder / "a-damaged.safetensors").write_bytes(b"not a gate")
+    untrained_gate(OTHER).save(folder / "b-other.safetensors")
+    untrained_gate(MODEL).save(folder / "c-own.safetensors")
+    monkeypatch.setattr(shipped, "FOLDER", folder)
+    return folder
+
+
+def test_the_shipped_gate_of_the_model(folder: Path) -> None:
+    assert find_gate(None, MODEL) == folder / "c-own.safetensors"
+    assert find_gate(None, OTHER) == folder / "b-other.safetensors"
+
+
+def test_the_given_gate_comes_first(tmp_path: Path) -> None:
+    untrained_gate(MODEL, seed=1).save(tmp_path / "mine.safetensors")
+    assert find_gate(str(tmp_path / "mine.safetensors"), MODEL) == tmp_path / "mine.safetensors"
+
+
+def test_refuses_a_given_gate_of_another_model(folder: Path) -> None:
+    with pytest.raises(TangramError, match=r"b-other.* does not fit .*weights"):
+        find_gate(folder / "b-other.safetensors", MODEL)
+    with pytest.raises(TangramError, match="there is no gate"):
+        find_gate(folder / "absent.safetensors", MODEL)
+
+
+def test_says_what_to_do_without_one() -> None:
+    with pytest.raises(TangramError, match=r"tangram gate train.*tangram gate convert.*--gate"):
+        find_gate(None, MODEL | {"num_hidden_layers": 3})
+
+
+def test_the_option_is_refused_where_nothing_would_read_it() -> None:
+    assert TangramConfig.parse({"scorer": "fastkvzip", "gate": "g"}).gate == "g"
+    with pytest.raises(TangramError, match="keydiff is not"):
+        TangramConfig.parse({"scorer": "keydiff", "gate": "g"})
