@@ -23,9 +23,10 @@ class TangramConfig(BaseModel):
         retention: fraction of full KV that a long prompt may hold, in (0, 1].
         retention_floor: smallest retention that a single request may ask for, in (0, 1]; the server's own is always
             allowed.
-        scorer: name of the importance scorer (``vllm_tangram.compression.scorers``); the default is the one that keeps
-            most answers when the question comes after the text was compressed (docs/quality.md).
-        gate: path of the gate, for scorers that need one; None: a shipped one of the model.
+        scorer: name of the importance scorer (``vllm_tangram.compression.scorers``). Where a user names none, the
+            engine takes "fastkvzip" for models that have a gate; the default is the one that keeps most answers
+            without (docs/quality.md).
+        gate: path of the gate, for scorers that need one; None: one trained here before, or shipped.
         profile: path of the retention profile; None only with ``budgets="uniform"`` or ``retention=1``.
         budgets: "profile" gives every head what the profile says, "uniform" gives all the same (for comparison).
         page_group_size: members (KV heads of any layer) per page, G.
@@ -85,6 +86,8 @@ class TangramConfig(BaseModel):
             TangramError: names every option that is wrong, as it is spelled on the command line.
 
         """
+        if options.get("gate") is not None:
+            options = {"scorer": "fastkvzip", **options}  # what a gate is for
         try:
             return cls(**options)
         except ValidationError as error:

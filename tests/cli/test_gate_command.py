@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from vllm_tangram.cli.app import app
 from vllm_tangram.compression.gate import Gate
+from vllm_tangram.compression.shipped import known_gate
 
 QUICK = ["--texts", "10", "--tokens", "64", "--steps", "3", "--batch", "32"]
 
@@ -86,6 +87,17 @@ def test_a_folder_with_something_else_is_left_alone(model: Path, tmp_path: Path)
     assert result.exit_code == 2
     assert "holds something else" in result.stderr
     assert [path.name for path in work.iterdir()] == ["chapter-1.txt"]
+
+
+def test_without_a_name_it_goes_where_engines_look(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
+    result = CliRunner().invoke(app, ["gate", "train", str(model), *QUICK])
+    assert result.exit_code == 0, result.output
+    (path,) = (tmp_path / "cache" / "gates").iterdir()
+    assert path.name.startswith(f"{model.name}-")
+    assert known_gate(Gate.load(path).model) == path
 
 
 def test_convert(wide: Path, tmp_path: Path) -> None:

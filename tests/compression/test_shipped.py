@@ -32,12 +32,21 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     untrained_gate(OTHER).save(folder / "b-other.safetensors")
     untrained_gate(MODEL).save(folder / "c-own.safetensors")
     monkeypatch.setattr(shipped, "FOLDER", folder)
+    monkeypatch.setenv("TANGRAM_CACHE", str(tmp_path / "cache"))
     return folder
 
 
 def test_the_shipped_gate_of_the_model(folder: Path) -> None:
     assert find_gate(None, MODEL) == folder / "c-own.safetensors"
     assert find_gate(None, OTHER) == folder / "b-other.safetensors"
+
+
+def test_a_gate_that_was_trained_here_comes_before_a_shipped_one(tmp_path: Path) -> None:
+    trained = tmp_path / "cache" / "gates"
+    trained.mkdir(parents=True)
+    untrained_gate(MODEL, seed=1).save(trained / "mine.safetensors")
+    assert find_gate(None, MODEL) == trained / "mine.safetensors"
+    assert find_gate(None, OTHER).parent == tmp_path / "shipped"
 
 
 def test_the_given_gate_comes_first(tmp_path: Path) -> None:
@@ -53,11 +62,12 @@ def test_refuses_a_given_gate_of_another_model(folder: Path) -> None:
 
 
 def test_says_what_to_do_without_one() -> None:
-    with pytest.raises(TangramError, match=r"tangram gate train.*tangram gate convert.*--gate"):
+    with pytest.raises(TangramError, match=r"tangram gate train MODEL.*tangram gate convert"):
         find_gate(None, MODEL | {"num_hidden_layers": 3})
 
 
 def test_the_option_is_refused_where_nothing_would_read_it() -> None:
     assert TangramConfig.parse({"scorer": "fastkvzip", "gate": "g"}).gate == "g"
+    assert TangramConfig.parse({"gate": "g"}).scorer == "fastkvzip"
     with pytest.raises(TangramError, match="keydiff is not"):
         TangramConfig.parse({"scorer": "keydiff", "gate": "g"})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json as jsonlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,13 +25,21 @@ app = typer.Typer(
 )
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-_Output = Annotated[Path, typer.Option("--output", "-o", help="The gate to write.", show_default=False)]
+_Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="The gate to write.",
+        show_default="in the cache folder, where `tangram serve` finds it",
+    ),
+]
 
 
 @app.command()
 def train(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, or the word `embedded`.", show_default=False)],
-    output: _Output,
+    output: _Output = None,
     data: Annotated[
         Path | None,
         typer.Option(
@@ -74,13 +83,14 @@ def train(
     from vllm_tangram.gates.train import Recipe
     from vllm_tangram.pilot import load_samples
 
-    check_target(output, "--output")  # now, not after an hour of work
+    model_folder = _folder(model)
+    output = _target(output, model_folder)  # now, not after an hour of work
     source = (
         Source(training_texts(texts, seed), "built-in training texts")
         if data is None
         else Source(load_samples(data)[:texts], data.name)
     )
-    dense = DenseModel.load(_folder(model), device=_device(device))
+    dense = DenseModel.load(model_folder, device=_device(device))
     recipe = Recipe(steps, batch, optimiser, learning_rate, inner, sinks, seed)
     folder = work or output.with_name(f"{output.name}.work")
     try:
@@ -98,21 +108,16 @@ def train(
 @app.command()
 def convert(
     checkpoint: Annotated[Path, typer.Argument(help="A published Fast KVzip gate (.pt).", show_default=False)],
-    output: _Output,
     model: Annotated[str, typer.Option(help="The checkpoint folder of its model.", show_default=False)],
+    output: _Output = None,
     json: _Json = False,
 ) -> None:
     """Convert a published gate, a pickle, without running anything in it."""
-    from vllm_tangram.budget import model_fingerprint
     from vllm_tangram.gates.convert import convert as convert_checkpoint
 
-    check_target(output, "--output")
     folder = _folder(model)
-    try:
-        config = jsonlib.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TangramError(f"--model: cannot read {folder / 'config.json'}: {error}") from None
-    convert_checkpoint(checkpoint, model_fingerprint(config, folder)).save(output)
+    output = _target(output, folder)
+    convert_checkpoint(checkpoint, _fingerprint(folder)).save(output)
     _show(output, json)
 
 
@@ -176,6 +181,32 @@ def _folder(model: str) -> Path:
     if not (folder / "config.json").is_file():
         raise TangramError(f"{escape(model)} is not a checkpoint folder: it has no config.json")
     return folder
+
+
+def _fingerprint(folder: Path) -> dict[str, Any]:
+    from vllm_tangram.budget import model_fingerprint
+
+    try:
+        config = jsonlib.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise TangramError(f"cannot read {folder / 'config.json'}: {error}") from None
+    return model_fingerprint(config, folder)
+
+
+def _target(output: Path | None, folder: Path) -> Path:
+    """Where the gate of a model goes: the file that was named, or one that `tangram serve` finds by itself."""
+    if output is None:
+        from vllm_tangram.compression.shipped import trained_gates
+        from vllm_tangram.paths import writable_cache_dir
+
+        writable_cache_dir()
+        gates = trained_gates()
+        gates.mkdir(exist_ok=True)
+        identity = jsonlib.dumps(_fingerprint(folder), sort_keys=True)
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        output = gates / f"{folder.resolve().name}-{digest}.safetensors"
+    check_target(output, "--output")
+    return output
 
 
 def _device(name: str) -> str:

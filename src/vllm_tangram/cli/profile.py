@@ -25,10 +25,16 @@ _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfi
 def profile(
     model: Annotated[str, typer.Argument(help="Path or name of a model, or the word `embedded`.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.", show_default=False)],
-    scorer: Annotated[str, typer.Option(help="What tells important tokens from others.")] = _DEFAULTS["scorer"],
+    scorer: Annotated[
+        str | None,
+        typer.Option(
+            help="What tells important tokens from others.",
+            show_default=f"fastkvzip if the model has a gate, else {_DEFAULTS['scorer']}",
+        ),
+    ] = None,
     gate: Annotated[
         str | None,
-        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a shipped one.", metavar="FILE"),
+        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a known one.", metavar="FILE"),
     ] = _DEFAULTS["gate"],
     samples: Annotated[
         Path | None,
@@ -48,8 +54,8 @@ def profile(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run pilot texts through a model and write what each of its heads keeps: a retention profile."""
-    chunk = {} if chunk_size is None else {"chunk_size": chunk_size}
-    config = TangramConfig.parse({"scorer": scorer, "gate": gate, "sinks": sinks, "window": window, **chunk})
+    given = {"scorer": scorer, "gate": gate, "sinks": sinks, "window": window, "chunk_size": chunk_size}
+    config = TangramConfig.parse({name: value for name, value in given.items() if value is not None})
     if max_tokens < 2 * (sinks + window):
         raise TangramError(
             f"--max-tokens {max_tokens} leaves nothing to choose from: give at least twice --sinks + --window = "
@@ -60,12 +66,12 @@ def profile(
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
     from vllm_tangram.engine.options import for_platform, vllm_refusals
-    from vllm_tangram.engine.resolve import make_profile, model_path
+    from vllm_tangram.engine.resolve import make_profile, model_identity, model_path, resolve_scorer
 
     with vllm_refusals(f"{model}: "):
-        made = make_profile(
-            for_platform(config), model_path(model), {"dtype": dtype}, texts, source, max_tokens=max_tokens
-        )
+        path, options = model_path(model), {"dtype": dtype}
+        config = resolve_scorer(for_platform(config), model_identity(path, options))
+        made = make_profile(config, path, options, texts, source, max_tokens=max_tokens)
     made.save(output)
     report = _report(output, made)
     if json:
@@ -117,7 +123,7 @@ def _print(report: dict[str, Any], model: str) -> None:
     out.print(table(title, ("retention", "least of a head", "most of a head", "rank correlation"), rows))
     path = escape(report["file"])
     out.print(f"\nWrote {path}. See it with `tangram inspect {path}`,")
-    out.print(f"serve with `tangram serve {escape(model)} --profile {path} --scorer {report['scorer']}`.")
+    out.print(f"serve with `tangram serve {escape(model)} --profile {path}`.")
 
 
 def _correlation(value: float) -> str:

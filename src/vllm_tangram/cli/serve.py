@@ -28,10 +28,16 @@ def serve(
     retention_floor: Annotated[
         float, typer.Option(help="Smallest retention that a request may ask for itself.")
     ] = _DEFAULTS["retention_floor"],
-    scorer: Annotated[str, typer.Option(help="What tells important tokens from others.")] = _DEFAULTS["scorer"],
+    scorer: Annotated[
+        str | None,
+        typer.Option(
+            help="What tells important tokens from others.",
+            show_default=f"fastkvzip if the model has a gate, else {_DEFAULTS['scorer']}",
+        ),
+    ] = None,
     gate: Annotated[
         str | None,
-        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a shipped one.", metavar="FILE"),
+        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a known one.", metavar="FILE"),
     ] = _DEFAULTS["gate"],
     profile: Annotated[
         str | None,

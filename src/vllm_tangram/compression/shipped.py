@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which gate belongs to a model: the one that a user names, or one that comes with the package."""
+"""Which gate belongs to a model: the one that a user names, one that was trained here, or one of the package."""
 
 from __future__ import annotations
 
@@ -7,10 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from vllm_tangram import paths
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.errors import TangramError
 
 FOLDER = Path(__file__).parent.parent / "gates_data"
+
+
+def trained_gates() -> Path:
+    """Where gates lie that were trained or converted without naming a file; the folder may not exist."""
+    return paths.cache_dir() / "gates"
+
+
+def known_gate(model: Mapping[str, Any]) -> Path | None:
+    """The gate of a model that is used if none is named: one of the user's cache folder, else one of the package."""
+    for folder in (trained_gates(), FOLDER):
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                Gate.load(path).check(model=model)
+            except TangramError:
+                continue
+            return path
+    return None
 
 
 def find_gate(given: str | Path | None, model: Mapping[str, Any]) -> Path:
@@ -21,19 +39,15 @@ def find_gate(given: str | Path | None, model: Mapping[str, Any]) -> Path:
         model: fingerprint of the model.
 
     Raises:
-        TangramError: it is no gate or one of another model; or none is named and none is shipped for this model.
+        TangramError: it is no gate or one of another model; or none is named and none is known for this model.
 
     """
     if given is not None:
         Gate.load(given).check(model=model)
         return Path(given)
-    for path in sorted(FOLDER.glob("*.safetensors")):
-        try:
-            Gate.load(path).check(model=model)
-        except TangramError:
-            continue
-        return path
+    if (known := known_gate(model)) is not None:
+        return known
     raise TangramError(
-        "--scorer fastkvzip needs a gate, and none is shipped for this model: train one with `tangram gate train`, or "
-        "convert a published one with `tangram gate convert`, and name it with --gate"
+        "--scorer fastkvzip needs a gate, and there is none of this model: train one with `tangram gate train MODEL`, "
+        "or convert a published one with `tangram gate convert`"
     )

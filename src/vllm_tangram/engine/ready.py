@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.options import engine_options, for_platform, vllm_refusals
-from vllm_tangram.engine.resolve import resolve_gate, resolve_profile
+from vllm_tangram.engine.resolve import resolve_gate, resolve_profile, resolve_scorer
 from vllm_tangram.engine.setup import OPTIONS_KEY, fingerprint_of, layout_of, plan_of, staging_pages
 from vllm_tangram.errors import TangramError
 
@@ -51,7 +51,8 @@ def ready_options(
     }
     plan_of(vllm_config)
     identity = fingerprint_of(vllm_config.model_config)
-    config = resolve_profile(resolve_gate(config, identity), model, given, identity)
+    config = resolve_gate(resolve_scorer(config, identity), identity)
+    config = resolve_profile(config, model, given, identity)
     options = engine_options(config, given)
     vllm_config.additional_config = options["additional_config"]
     check_pool(vllm_config)

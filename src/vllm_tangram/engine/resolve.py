@@ -15,7 +15,8 @@ from vllm.logger import init_logger
 from vllm_tangram import __version__, paths, pilot
 from vllm_tangram.budget import RetentionProfile
 from vllm_tangram.compression import needs_gate
-from vllm_tangram.compression.shipped import find_gate
+from vllm_tangram.compression.scorers.fastkvzip import FastKVzip
+from vllm_tangram.compression.shipped import find_gate, known_gate
 from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.embedded import embedded_model
 from vllm_tangram.engine.setup import fingerprint_of, gate_digest
@@ -73,6 +74,34 @@ def _model_config(model: str, vllm_options: dict[str, Any]) -> ModelConfig:
 
 def _model_options(vllm_options: dict[str, Any]) -> dict[str, Any]:
     return {name: vllm_options[name] for name in _MODEL_OPTIONS if vllm_options.get(name) is not None}
+
+
+def resolve_scorer(config: TangramConfig, identity: dict[str, Any]) -> TangramConfig:
+    """Options with the scorer chosen, if the user left it: that of the profile or gate that was named, else Fast KVzip
+    where the model has a gate, which keeps far more answers than any other (docs/quality.md), else the default.
+
+    Args:
+        config: our options.
+        identity: fingerprint of the model.
+
+    Raises:
+        TangramError: the profile that was named cannot be read.
+
+    """
+    if "scorer" in config.model_fields_set:
+        return config
+    if config.profile is not None:
+        scorer = RetentionProfile.load(Path(config.profile)).scorer
+    elif known_gate(identity) is not None:
+        scorer = FastKVzip.name
+    else:
+        logger.info(
+            "Tangram: the model has no gate, so scorer %s; `tangram gate train MODEL` makes one, once, with which far "
+            "more answers survive.",
+            config.scorer,
+        )
+        return config
+    return TangramConfig.parse({**config.model_dump(exclude_unset=True), "scorer": scorer})
 
 
 def resolve_gate(config: TangramConfig, identity: dict[str, Any]) -> TangramConfig:
