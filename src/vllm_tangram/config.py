@@ -36,6 +36,7 @@ class TangramConfig(BaseModel):
         chunk_size: prompt tokens compressed at once; a multiple of vLLM's block size.
         sinks: first tokens of a prompt that are always kept.
         window: last tokens of every chunk that are always kept.
+        session_spill_gib: host memory, in GiB, for compressed prefixes that lose their pages; 0 = none.
         session_ttl: seconds after which a compressed prefix that no request used is not found any more; 0 = never.
 
     """
@@ -55,6 +56,7 @@ class TangramConfig(BaseModel):
     chunk_size: int = Field(2048, ge=32)
     sinks: int = Field(4, ge=0)
     window: int = Field(64, ge=1)
+    session_spill_gib: float = Field(0.0, ge=0, allow_inf_nan=False)
     session_ttl: float = Field(0.0, ge=0, allow_inf_nan=False)
 
     @field_validator("scorer")

@@ -100,6 +100,9 @@ class FakeStepper:
     def resident_sessions(self) -> int:
         return len(self.known)
 
+    def restored_sessions(self) -> int:
+        return 3
+
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeStepper:
@@ -154,7 +157,7 @@ def test_what_is_measured(fake: FakeStepper) -> None:
     assert result.prefilled_tokens == 3 * (20 + (28 - 16) + (36 - 24) + (44 - 32))
     assert result.hit_rate == pytest.approx(1 - result.prefilled_tokens / result.prompt_tokens)
     assert (result.most_running, result.preemptions) == (2, 2)
-    assert result.sessions == len(fake.known)
+    assert (result.sessions, result.restored) == (len(fake.known), 3)
     assert not fake.waiting
 
 
@@ -292,7 +295,11 @@ def run(*arguments: str) -> Any:
     ("arguments", "message"),
     [
         (["--scale", "2"], "--scale: only with --trace"),
-        (["--trace", "file", "--turns", "2"], "--turns: only without --trace"),
+        (["--trace", "file", "--turns", "2"], "--turns: only without --trace or --dialogues"),
+        (["--dialogues", "file", "--think", "2"], "--think: only without --trace or --dialogues"),
+        (["--dialogues", "file", "--scale", "2"], "--scale: only with --trace"),
+        (["--dialogues", "file", "--trace", "file"], "--trace, --dialogues: give one"),
+        (["--limit", "2"], "--limit: only with --trace or --dialogues"),
         (["--trace", "/nowhere/file"], "--trace: /nowhere/file cannot be read: No such file"),
         (["--trace", "file", "--speed", "0"], "--speed: must be a number above 0, got 0"),
         (["--working-set", "nan"], "--working-set: must be a number above 0, got nan"),
@@ -319,12 +326,14 @@ def tiny(tmp_path: Path) -> str:
 
 def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: str) -> None:
     """The pool decides how many conversations there are; a second run adds its engine."""
-    stock = Replayed(10.0, 20, 2.0, 1.0, 0.9, 4.0, 1000, 900, 0.1, 2, 1, None)
-    ours = Replayed(5.0, 20, 4.0, 0.5, 0.4, 1.5, 1000, 250, 0.75, 8, 0, 7)
+    stock = Replayed(10.0, 20, 2.0, 1.0, 0.9, 4.0, 1000, 900, 0.1, 2, 1, None, None)
+    ours = Replayed(5.0, 20, 4.0, 0.5, 0.4, 1.5, 1000, 250, 0.75, 8, 0, 7, 5)
     given: list[tuple[Setup, Conversations | Trace]] = []
+    engines_given: list[list[Engine]] = []
 
     def measure(setup: Setup, engines: list[Engine], traffic: Conversations | Trace, *others: Any) -> None:
         given.append((setup, traffic))
+        engines_given.append(engines)
         for engine in engines:
             others[1](engine, STARTED, stock if engine.retention is None else ours)
 
@@ -335,7 +344,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: str) -> 
     common = [tiny, "--kv-gib", "0.001", "--working-set", "2", *sizes, "--output", str(output)]
     result = run(*common, "--engine", "stock")
     assert result.exit_code == 0, result.output
-    result = run(*common, "--retention", "0.25", "--plot", str(plot), "--json")
+    result = run(*common, "--retention", "0.25", "--plot", str(plot), "--json", "--spill-gib", "2")
     assert result.exit_code == 0, result.output
     setup, talk = given[-1]
     pool = int(0.001 * 2**30) // 512
@@ -344,10 +353,15 @@ def test_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: str) -> 
     report = json.loads(result.stdout)
     assert report == json.loads(output.read_text())
     assert report["setup"]["working_set"] == pytest.approx(2, abs=0.1)
-    assert list(report["engines"]) == ["stock", "0.25"]
+    assert list(report["engines"]) == ["stock", "0.25", "0.25+spill"]
+    assert [engine.options for engine in engines_given[-1]] == [{}, {}, {"session_spill_gib": 2.0}]
     assert plot.read_bytes().startswith(b"\x89PNG")
     shown = " ".join(run(*common, "--engine", "stock").stdout.split())
-    for part in ("0.25 4.000 2.00 0.40 1.50 250 75.0 0 7", "stock 2.000 1.00 0.90 4.00 900 10.0 1 -", "2.0 times what"):
+    for part in (
+        "0.25 4.000 2.00 0.40 1.50 250 75.0 0 7 5",
+        "stock 2.000 1.00 0.90 4.00 900 10.0 1 - -",
+        "2.0 times what",
+    ):
         assert part in shown
 
     path = tmp_path / "trace.jsonl"
@@ -399,3 +413,4 @@ def test_tiny_engines(tiny: str) -> None:
     assert measured["0.25"].prefilled_tokens == 2 * (300 + (356 - 256) + (412 - 256))
     assert measured["stock"].prefilled_tokens == measured["0.25"].prefilled_tokens
     assert (measured["stock"].sessions, measured["0.25"].sessions) == (None, 2)
+    assert (measured["stock"].restored, measured["0.25"].restored) == (None, 0)

@@ -22,6 +22,7 @@ SESSION = {
     "retention": 0.25,
     "pages": 1200,
     "bytes": 3 << 20,
+    "spilled_pages": 300,
     "idle_seconds": 75.2,
     "hits": 7,
 }
@@ -73,7 +74,7 @@ def test_table_and_json(url: str) -> None:
     code, table, _ = run("--url", f"{url}/full")
     assert code == 0
     row = table.splitlines()[-1]
-    assert " ".join(row.split()) == "0123456789abcdef 16,384 0.25 1,200 3.0 MiB 1 min 7"
+    assert " ".join(row.split()) == "0123456789abcdef 16,384 0.25 1,200 3.0 MiB host 25 % 1 min 7"
     code, text, _ = run("--url", f"{url}/full/", "--json")
     assert json.loads(text) == {"sessions": [SESSION]}
 

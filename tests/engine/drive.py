@@ -32,6 +32,7 @@ class Answer:
     logprobs: list[float]
     finish_reason: str | None
     cached: int = field(default=0, compare=False)  # prompt tokens that were not computed
+    created: int = field(default=0, compare=False)  # prompt tokens that others can begin with from now on
 
 
 @dataclass
@@ -86,6 +87,7 @@ class Engine:
                     [max(entry.logprob for entry in step.values()) for step in completion.logprobs],
                     completion.finish_reason,
                     output.num_cached_tokens or 0,
+                    output.num_cache_creation_tokens or 0,
                 )
 
     def run(
@@ -121,6 +123,9 @@ class Engine:
 def check_sessions(sessions: Any) -> None:
     """No checkpoint has a page that was handed out after its last page: what it holds is what was computed for it."""
     for checkpoint in sessions.checkpoints():
+        if not checkpoint.in_pool:
+            assert checkpoint.key in sessions.host
+            continue
         pages = checkpoint.pages[: checkpoint.num_pages]
         assert len({page.block_id for page in pages}) == len(pages)
         assert checkpoint.key in sessions._keys_of[pages[-1].block_id]

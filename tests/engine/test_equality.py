@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from tests.engine.drive import Answer, Engine
@@ -22,13 +22,19 @@ def prompts(token_ids: list[int]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def stock(make_engine: Callable[..., Engine], prompts: list[list[int]]) -> list[Answer]:
-    engine = make_engine(stock=True, max_num_batched_tokens=CHUNK + 8, **OPTIONS)
-    return [engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts]
+def stock_engine(make_engine: Callable[..., Engine]) -> Engine:
+    return make_engine(stock=True, max_num_batched_tokens=CHUNK + 8, **OPTIONS)
 
 
-def assert_equal(ours: list[Answer], stock: list[Answer]) -> None:
-    for length, mine, theirs in zip(LENGTHS, ours, stock, strict=True):
+@pytest.fixture(scope="module")
+def stock(stock_engine: Engine, prompts: list[list[int]]) -> list[Answer]:
+    answers = [stock_engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts]
+    assert not any(answer.cached for answer in answers), "no prompt begins like another"
+    return answers
+
+
+def assert_equal(ours: list[Answer], stock: list[Answer], lengths: Sequence[int] = LENGTHS) -> None:
+    for length, mine, theirs in zip(lengths, ours, stock, strict=True):
         assert mine.tokens == theirs.tokens, f"prompt of {length} tokens"
         assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-4), f"prompt of {length} tokens"
 
@@ -64,3 +70,20 @@ def test_batched(group_size: int, ours: Callable[[int], Engine], prompts: list[l
 def test_alone(ours: Callable[[int], Engine], prompts: list[list[int]], stock: list[Answer]) -> None:
     engine = ours(4)
     assert_equal([engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts], stock)
+
+
+def test_a_conversation_with_reuse_is_that_of_stock_with_its_prefix_cache(
+    ours: Callable[[int], Engine], stock_engine: Engine, token_ids: list[int]
+) -> None:
+    """Both begin each turn with what the turns before left: stock with whole blocks, ours with whole chunks."""
+    engine = ours(4)
+    history, prompts = [], []
+    mine: list[Answer] = []
+    for turn, new in enumerate((900, 200, 1, 1100, 100)):
+        prompts.append(history + token_ids[90_000 + 2000 * turn :][:new])
+        mine += engine.ask([prompts[-1]], NEW_TOKENS)
+        history = prompts[-1] + mine[-1].tokens
+    theirs = [stock_engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts]
+    assert_equal(mine, theirs, list(map(len, prompts)))
+    assert [answer.cached for answer in mine] == [0, 0, 1024, 1024, 2048]
+    assert all(answer.cached > 800 for answer in theirs[1:])

@@ -75,7 +75,7 @@ def server(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ours = "--retention 0.25 --budgets=uniform --chunk-size 512"
+    ours = "--retention 0.25 --budgets=uniform --chunk-size 512 --session-spill-gib 0.1"
     vllms = f"--port {port} --host=127.0.0.1 --kv-cache-memory-bytes 60000000 --max-model-len=4096 --max-num-seqs 8"
     more = f"--served-model-name {MODEL} --enforce-eager --enable-prompt-tokens-details"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
@@ -268,6 +268,7 @@ def test_sessions(server: Server) -> None:
     reused = server.metric("tangram:sessions_reused")
     first = server.chat_on(messages, max_tokens=20)
     assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert first.usage.prompt_tokens_details.created_cache_tokens == first.usage.prompt_tokens // 512 * 512
     messages += [
         {"role": "assistant", "content": first.choices[0].message.content},
         {"role": "user", "content": "And now?"},
@@ -277,9 +278,12 @@ def test_sessions(server: Server) -> None:
     assert server.metric("tangram:sessions_reused") == reused + 1
     assert server.metric("tangram:sessions") == first.usage.prompt_tokens // 512
     assert server.metric("tangram:sessions_evicted") >= 0
+    assert server.metric("tangram:sessions_restored") >= 0
+    assert (server.metric("tangram:host_bytes") > 0) == (server.metric("tangram:sessions_spilled") > 0)
 
     [session] = server.http.get("/v1/tangram/sessions").json()["data"]
     assert session["tokens"] == second.usage.prompt_tokens // 512 * 512
+    assert session["spilled_pages"] == 0
     assert session["bytes"] == session["pages"] * server.metric("tangram:page_bytes")
     assert json.loads(run("--url", url, "--json").stdout)["sessions"][0]["id"] == session["id"]
     listed = run("--url", url).stdout

@@ -42,9 +42,9 @@ class Pages(list[Any]):
 class Cache:
     """A ``SessionCache`` with a clock that stands still, filled by made-up conversations of one page per chunk."""
 
-    def __init__(self, ttl: float = TTL) -> None:
+    def __init__(self, ttl: float = TTL, host_pages: int = 0) -> None:
         self.now = 1000.0
-        self.cache = SessionCache(ttl, lambda: self.now)
+        self.cache = SessionCache(ttl, lambda: self.now, host_pages)
         self.pages = 0
 
     def key(self, text: str, retention: float = 0.25) -> Key:
@@ -57,23 +57,43 @@ class Cache:
             self.pages += 1
             pages.append(SimpleNamespace(block_id=self.pages, ref_cnt=1))
             parent = self.key(text[: end - 1], retention) if end > 1 else None
-            self.cache.remember(self.key(text[:end], retention), CHUNK * end, pages, end, parent)
+            self.cache.remember(self.key(text[:end], retention), CHUNK * end, pages, end, parent, end - 1)
         return pages
 
     def end(self, text: str, pages: Pages) -> None:
         pages.hold(0)
         found = self.cache.find([self.key(text)])
         assert found is not None
-        self.cache.used(found)
+        self.cache.used(found.longest)
 
     def begin(self, text: str) -> None:
         found = self.cache.find([self.key(text)])
         assert found is not None
-        self.cache.began_with(found)
+        self.cache.began_with(found.longest)
 
     def known(self) -> set[str]:
         self.cache.expire()
         return {checkpoint.key[0].decode() for checkpoint in self.cache.checkpoints()}
+
+    def hand_out(self, pages: Pages) -> None:
+        """To others, from the end on."""
+        pages.hold(0)
+        self.cache.handed_out(reversed(pages))
+
+    def on_host(self) -> set[str]:
+        known = self.known()
+        return {text for text in known if self.key(text) in self.cache.host}
+
+    def restore(self, text: str) -> Pages:
+        """A request begins with all of it."""
+        hit = self.cache.find([self.key(text)])
+        assert hit is not None
+        pages = Pages(hit.pages)
+        for _ in range(len(text) - len(pages)):
+            self.pages += 1
+            pages.append(SimpleNamespace(block_id=self.pages, ref_cnt=1))
+        self.cache.restore(hit, pages)
+        return pages
 
     def ids(self) -> dict[str, str]:
         """Text of a session -> its id; the texts differ in length."""
@@ -223,6 +243,82 @@ def test_a_state_that_was_dropped_and_computed_again_outlives_its_old_pages() ->
     assert made.cache.evicted == 2
 
 
+def test_the_host_gives_up_the_longest_of_what_left_the_pool_first() -> None:
+    made = Cache(host_pages=4)
+    made.hand_out(made.say("ab"))
+    assert made.on_host() == made.known() == {"a", "ab"}
+    pages = made.restore("ab")
+    assert made.on_host() == {"a", "ab"}
+    made.hand_out(made.say("abc", known=2, first=pages))
+    assert made.on_host() == {"a", "ab", "abc"}
+    assert len(made.cache.take_copies().runs) == 3, "out, back, and only the new one out"
+    made.hand_out(made.say("x"))
+    made.hand_out(made.say("y"))
+    assert made.on_host() == made.known() == {"a", "ab", "x", "y"}
+    made.hand_out(made.say("z"))
+    assert made.on_host() == {"a", "x", "y", "z"}
+    assert made.cache.evicted == 2
+    assert made.cache.restored == 1
+
+
+def test_what_is_in_the_pool_again_leaves_the_host_first() -> None:
+    made = Cache(host_pages=2)
+    made.hand_out(made.say("a"))
+    made.hand_out(made.say("x"))
+    made.restore("a")
+    made.hand_out(made.say("y"))
+    assert made.on_host() == {"x", "y"}
+    assert made.known() == {"a", "x", "y"}
+    assert made.cache.evicted == 0
+
+
+def test_no_state_takes_the_room_of_one_that_it_needs() -> None:
+    """Two requests computed the same beginning; the pages of the one that it was found by are handed out first."""
+    made = Cache(host_pages=1)
+    first = made.say("a")
+    second = made.say("ab")
+    made.hand_out(first)
+    assert (made.on_host(), made.known()) == ({"a"}, {"a", "ab"})
+    made.hand_out(second)
+    assert made.on_host() == made.known() == {"a"}
+
+
+def test_a_state_is_lost_with_one_that_it_needs() -> None:
+    """What began with a state that was dropped meanwhile cannot be used from the host; in the pool it can."""
+    made = Cache(host_pages=9)
+    running = made.say("ab")
+    assert made.cache.drop() == (1, [])
+    running = made.say("abc", known=2, first=running)
+    assert made.known() == {"abc"}
+    made.hand_out(running)
+    assert made.known() == set()
+    assert made.cache.host.num_used == 0
+
+
+def test_time_and_people_reach_the_host() -> None:
+    made = Cache(host_pages=9)
+    made.hand_out(made.say("ab"))
+    made.now += TTL / 2
+    made.hand_out(made.say("xyz"))
+    made.now += TTL / 2
+    assert made.on_host() == made.known() == {"x", "xy", "xyz"}
+    made.now += TTL / 2
+    assert made.on_host() == set()
+    made.hand_out(made.say("ab"))
+    pages = made.say("abc", known=2, first=made.restore("ab"))
+    [session] = made.cache.listing()
+    assert (session.pages, session.spilled_pages) == (3, 0)
+    pages.hold(2)
+    made.cache.handed_out(pages[2:])
+    [session] = made.cache.listing()
+    assert (session.pages, session.spilled_pages) == (3, 1)
+    assert made.cache.drop([session.id]) == (1, [])
+    assert made.cache.host.num_used == 0
+    made.hand_out(made.say("ab"))
+    made.cache.clear()
+    assert made.cache.host.num_used == 0
+
+
 class Requests:
     """Requests of one page per chunk over vLLM's page pool."""
 
@@ -241,9 +337,9 @@ class Requests:
         )
         self.manager.announce(name, RequestBudget(request.num_tokens, schedule, 0.25, CHUNK))
         if found := self.manager.find(request):
-            for index, page in enumerate(found.pages[: found.num_pages]):
+            for index, page in enumerate(found.pages):
                 assert self.holds[page.block_id] == text[: index + 1]
-            self.manager.add_local_computed_blocks(name, found.pages[: found.num_pages], found.tokens, 0)
+            self.manager.add_local_computed_blocks(name, found.pages, found.tokens, 0)
             request.num_computed_tokens = found.tokens
         return request
 
@@ -313,10 +409,11 @@ def test_hits_and_the_time_of_the_end() -> None:
 class OperatedTraffic(Traffic):
     """Random traffic while sessions expire and are dropped: what is found is still right, and page counts exact."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    host_pages = 40
+
+    def new_sessions(self) -> SessionCache:
         self.now = 0.0
-        self.manager.sessions = SessionCache(ttl=30, clock=lambda: self.now)
+        return SessionCache(ttl=30, clock=lambda: self.now, host_pages=self.host_pages)
 
     @rule(seconds=st.integers(1, 20))
     def wait(self, seconds: int) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sessions over vLLM's own page pool, without an engine: random traffic, every page labelled with what it holds.
 
-A page's label says which tokens it was computed from. A hit must return pages whose labels are those of the new
-request's own prefix, whatever was finished, evicted, aborted, preempted or shared in between.
+A page's label says which tokens it was computed from. In every step each request must find, when its forward begins,
+pages whose labels are those of its own prefix, whatever was finished, evicted, copied to the host and back, aborted,
+preempted or shared in between.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from vllm.v1.core.block_pool import BlockPool
 
 from vllm_tangram.budget import EvictionSchedule, group_members
 from vllm_tangram.engine.manager import HeadGroupManager, RequestBudget
+from vllm_tangram.engine.sessions import SessionCache
 
 BLOCK, CHUNK, PAGES = 16, 32, 90
 Label = tuple[tuple[int, ...], float, int]
@@ -39,20 +41,30 @@ SCHEDULES = {retention: schedule(retention) for retention in (0.3, 0.6)}
 
 
 class Traffic(RuleBasedStateMachine):
-    """The scheduler's part: admission, steps of whole chunks, decode, preemption, end."""
+    """The scheduler's part: admission, steps of whole chunks, decode, preemption, end; and the worker's: what is where.
+
+    A step is planned for all requests and then executed: copies in their order, the forward's reads, its writes.
+    """
+
+    host_pages = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(PAGES, enable_caching=True, hash_block_size=BLOCK)
         spec = SimpleNamespace(block_size=BLOCK, dcp_sharded=False)
         self.manager = HeadGroupManager(spec, self.pool, True, 0, BLOCK)
-        self.label: dict[int, Label] = {}
+        self.manager.sessions = self.new_sessions()
+        self.memory: dict[int, Label] = {}
+        self.host_memory: dict[int, Label] = {}
         self.running: dict[str, Any] = {}
+        self.waiting: list[Any] = []
         self.prompts: list[tuple[int, ...]] = [()]
         self.number = 0
-        self.hits = 0
 
-    @precondition(lambda self: len(self.running) < 3)
+    def new_sessions(self) -> SessionCache:
+        return SessionCache(host_pages=self.host_pages)
+
+    @precondition(lambda self: len(self.waiting) < 4)
     @rule(
         seed=st.integers(0, 2**32 - 1),
         retention=st.sampled_from(sorted(SCHEDULES)),
@@ -60,11 +72,11 @@ class Traffic(RuleBasedStateMachine):
         out=st.integers(0, 20),
         fork=st.booleans(),
     )
-    def admit(self, seed: int, retention: float, new: int, out: int, fork: bool) -> None:
+    def submit(self, seed: int, retention: float, new: int, out: int, fork: bool) -> None:
         """A prompt that extends, or forks from, one that was there before."""
         random = Random(seed)
-        base = random.choice(self.prompts[-5:])
-        base = base[: random.randrange(len(base) + 1)] if fork else base
+        base = random.choice(self.prompts[-12:])
+        base = base[: random.randrange(len(base) + 1)] if fork or len(base) > 200 else base
         prompt = (*base, *(random.randrange(3) for _ in range(new)))[:250]
         self.number += 1
         request = SimpleNamespace(
@@ -76,80 +88,126 @@ class Traffic(RuleBasedStateMachine):
             block_hashes=[repr(prompt[: end + BLOCK]).encode() for end in range(0, len(prompt) - BLOCK + 1, BLOCK)],
         )
         self.manager.announce(request.request_id, RequestBudget(len(prompt), SCHEDULES[retention], retention, CHUNK))
-        self.start(request)
+        self.waiting.append(request)
+        self.prompts.append(prompt)
 
-    def start(self, request: Any) -> None:
-        request_id, budget = request.request_id, self.manager.budgets[request.request_id]
-        found = self.manager.find(request)
-        pages = list(found.pages[: found.num_pages]) if found else []
-        need = self.need(request_id, request.num_tokens, pages, admission=True)
-        if need > self.pool.get_num_free_blocks():
-            self.manager.withdraw(request_id)
-            return
-        if found:
-            self.hits += 1
-            assert 0 < found.tokens < request.num_tokens
-            for index, page in enumerate(pages):
-                assert self.label[page.block_id] == self.labelled(request, index)
-            self.manager.add_local_computed_blocks(request_id, pages, found.tokens, 0)
-            request.num_computed_tokens = found.tokens
-            assert len(pages) == budget.pages(found.tokens)
-        self.running[request_id] = request
-        self.prompts.append(request.prompt)
-
-    def need(self, request_id: str, tokens: int, pages: list[Any], *, admission: bool = False) -> int:
-        return self.manager.get_num_blocks_to_allocate(
-            request_id, tokens, pages, 0, 0, tokens, apply_admission_cap=admission
-        )
-
-    def labelled(self, request: Any, index: int) -> Label:
-        """What page ``index`` of a request holds: it was born in the first chunk that has that many pages."""
-        budget = self.manager.budgets[request.request_id]
-        end = CHUNK
-        while budget.pages(end) <= index:
-            end += CHUNK
-        return request.prompt[:end], budget.retention, index
-
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.running or self.waiting)
     @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 8))
     def steps(self, seed: int, count: int) -> None:
         random = Random(seed)
         for _ in range(count):
-            if self.running:
-                self.step(random)
+            self.step(random)
 
-    def step(self, random: Random) -> None:
-        request = self.running[random.choice(sorted(self.running))]
-        request_id, t, prompt_len = request.request_id, request.num_computed_tokens, len(request.prompt)
-        end = min((t // CHUNK + 1) * CHUNK, prompt_len) if t < prompt_len else t + 1
-        need = self.need(request_id, end, [])
-        if need > self.pool.get_num_free_blocks():
-            victim = self.running.pop(random.choice(sorted(self.running)))
-            self.manager.remember(victim)
-            self.manager.free(victim.request_id)
-            victim.num_computed_tokens = 0
-            self.start(victim)  # preempted, and first in the queue again
-            return
-        first = len(self.manager.req_to_blocks[request_id])
-        new = self.manager.allocate_new_blocks(request_id, end, end)
-        assert len(new) == need
-        self.manager.cache_blocks(request, end)
-        for index, page in enumerate(new, start=first):
-            tokens = request.prompt[:end] if end <= prompt_len else (*request.prompt, -1)
-            self.label[page.block_id] = tokens, self.manager.budgets[request_id].retention, index
-        request.num_computed_tokens = end
-        request.num_tokens = max(request.num_tokens, end)
-        if end >= request.length or random.random() < 0.03:  # done, or aborted
-            self.manager.remember(request)
-            self.manager.free(request_id)
-            self.manager.withdraw(request_id)
-            del self.running[request_id]
+    @precondition(lambda self: self.running or self.waiting)
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def abort(self, seed: int) -> None:
+        requests = [*self.running.values(), *self.waiting]
+        self.end(requests[seed % len(requests)])
 
     @precondition(lambda self: not self.running)
     @rule()
     def reset(self) -> None:
         assert self.pool.reset_prefix_cache()
         self.manager.sessions.clear()
+
+    def step(self, random: Random) -> None:
+        planned: dict[str, tuple[Any, int]] = {}
+        preempted = False
+        for request in list(self.running.values()):
+            if request.request_id not in self.running or random.random() < 0.2:  # preempted, or no tokens left for it
+                continue
+            t, prompt_len = request.num_computed_tokens, len(request.prompt)
+            end = self.chunk_end(request, t) if t < prompt_len else t + 1
+            while self.need(request, end, []) > self.pool.get_num_free_blocks():
+                preempted = True
+                victim = self.running[random.choice(sorted(self.running))]  # perhaps one that is planned already
+                planned.pop(victim.request_id, None)
+                self.preempt(victim)
+                if victim is request:
+                    break
+            else:
+                planned[request.request_id] = request, self.allocate(request, end)
+        while not preempted and self.waiting and len(self.running) < 4:
+            request = self.waiting[0]
+            first = self.admit(request)
+            if first is None:
+                break
+            self.running[request.request_id] = self.waiting.pop(0)
+            planned[request.request_id] = request, first
+        self.execute(planned)
+        for request, _ in planned.values():
+            if request.num_computed_tokens >= request.length:
+                self.end(request)
+
+    def admit(self, request: Any) -> int | None:
+        """How many pages it begins with; None: it does not fit."""
+        found = self.manager.find(request)
+        pages = found.pages if found else []
+        if self.need(request, request.num_tokens, pages, admission=True) > self.pool.get_num_free_blocks():
+            return None
+        begun = 0
+        if found:
+            assert 0 < found.tokens < request.num_tokens
+            self.manager.add_local_computed_blocks(request.request_id, pages, found.tokens, 0)
+            begun = found.tokens
+        if begun < len(request.prompt):
+            self.allocate(request, self.chunk_end(request, begun))
+        else:  # it was preempted
+            self.allocate(request, begun + 1)
+        request.num_computed_tokens = begun
+        return self.manager.budgets[request.request_id].pages(begun)
+
+    def chunk_end(self, request: Any, t: int) -> int:
+        return int(min((t // CHUNK + 1) * CHUNK, len(request.prompt)))
+
+    def need(self, request: Any, tokens: int, pages: list[Any], *, admission: bool = False) -> int:
+        return self.manager.get_num_blocks_to_allocate(
+            request.request_id, tokens, pages, 0, 0, tokens, apply_admission_cap=admission
+        )
+
+    def allocate(self, request: Any, end: int) -> int:
+        """Give it the pages of its next tokens; how many it had."""
+        before = len(self.manager.req_to_blocks[request.request_id])
+        need = self.need(request, end, [])
+        assert len(self.manager.allocate_new_blocks(request.request_id, end, end)) == need
+        self.manager.cache_blocks(request, end)
+        request.end = end
+        return before
+
+    def preempt(self, request: Any) -> None:
+        del self.running[request.request_id]
+        self.manager.leave(request)
+        self.manager.free(request.request_id)
+        request.num_computed_tokens = 0
+        self.waiting.insert(0, request)
+
+    def end(self, request: Any) -> None:
+        """Done, or aborted."""
+        if self.running.pop(request.request_id, None):
+            self.manager.leave(request)
+            self.manager.free(request.request_id)
+        else:
+            self.waiting.remove(request)
+        self.manager.withdraw(request.request_id)
+
+    def execute(self, planned: dict[str, tuple[Any, int]]) -> None:
+        for to_host, pairs in self.manager.sessions.take_copies().runs:
+            target, source = (self.host_memory, self.memory) if to_host else (self.memory, self.host_memory)
+            target.update({to: source[of] for to, of in pairs.items()})
+        for request, _ in planned.values():
+            pages, budget = self.manager.req_to_blocks[request.request_id], self.manager.budgets[request.request_id]
+            for tokens in budget.boundaries(request.num_computed_tokens):
+                first = budget.pages(tokens - CHUNK)
+                for index in range(first, budget.pages(tokens)):
+                    assert self.memory[pages[index].block_id] == (request.prompt[:tokens], budget.retention, index)
+        for request, before in planned.values():
+            tokens = request.prompt[: request.end] if request.end <= len(request.prompt) else (*request.prompt, -1)
+            pages = self.manager.req_to_blocks[request.request_id]
+            for index in range(before, len(pages)):
+                label = tokens, self.manager.budgets[request.request_id].retention, index
+                self.memory[pages[index].block_id] = label
+            request.num_computed_tokens = request.end
+            request.num_tokens = max(request.num_tokens, request.end)
 
     @invariant()
     def pages_are_counted(self) -> None:
@@ -166,9 +224,76 @@ class Traffic(RuleBasedStateMachine):
         """The order of vLLM's free queue hands out a checkpoint's last page first."""
         free = {block.block_id: place for place, block in enumerate(self.pool.free_block_queue.get_all_free_blocks())}
         for checkpoint in self.manager.sessions.checkpoints():
-            places = [free.get(page.block_id, PAGES) for page in checkpoint.pages[: checkpoint.num_pages]]
-            assert min(places) == places[-1]
+            if checkpoint.in_pool:
+                places = [free.get(page.block_id, PAGES) for page in checkpoint.pages[: checkpoint.num_pages]]
+                assert min(places) == places[-1]
+
+    @invariant()
+    def copies_are_right(self) -> None:
+        """What is on the host alone can be used; a host page is one state's; it holds what its state computed."""
+        sessions = self.manager.sessions
+        known = {checkpoint.key: checkpoint for checkpoint in sessions.checkpoints()}
+        copies = [checkpoint for checkpoint in known.values() if checkpoint.key in sessions.host]
+        assert len(copies) == len(sessions.host)
+        used = [page for checkpoint in copies for page in sessions.host.pages_of(checkpoint.key)]
+        assert len(used) == len(set(used)) == sessions.host.num_used <= self.host_pages
+        for (prefix, retention), checkpoint in known.items():
+            if not checkpoint.in_pool:
+                assert checkpoint in copies
+                assert checkpoint.parent is None or checkpoint.parent in known
+            if checkpoint in copies:
+                own = range(checkpoint.inherited, checkpoint.num_pages)
+                for index, page in zip(own, sessions.host.pages_of(checkpoint.key), strict=True):
+                    assert repr(self.host_memory[page][0]).encode() == prefix
+                    assert self.host_memory[page][1:] == (retention, index)
 
 
 Traffic.TestCase.settings = settings(max_examples=50, stateful_step_count=80, deadline=None)
 TestTraffic = Traffic.TestCase
+
+
+class TrafficWithHost(Traffic):
+    """The same with host memory that holds more than the pool."""
+
+    host_pages = 160
+
+
+class TrafficWithLittleHost(Traffic):
+    """So little that in one step states leave the host for others, and some never fit."""
+
+    host_pages = 9
+
+
+TestTrafficWithHost = TrafficWithHost.TestCase
+TestTrafficWithLittleHost = TrafficWithLittleHost.TestCase
+TestTrafficWithHost.settings = TestTrafficWithLittleHost.settings = settings(Traffic.TestCase.settings, max_examples=40)
+
+
+@pytest.mark.parametrize(("kind", "restored"), [(Traffic, 0), (TrafficWithHost, 300), (TrafficWithLittleHost, 100)])
+def test_much_traffic(kind: type[Traffic], restored: int) -> None:
+    """Longer than hypothesis makes it, and busy."""
+    reused = evicted = back = 0
+    for seed in range(16):
+        random, traffic = Random(seed), kind()
+        for _ in range(250):
+            if len(traffic.waiting) < 4 and random.random() < 0.6:
+                retention = random.choice(sorted(SCHEDULES))
+                traffic.submit(
+                    random.randrange(2**32),
+                    retention,
+                    random.randrange(1, 60),
+                    random.randrange(20),
+                    random.random() < 0.2,
+                )
+            if random.random() < 0.05 and (traffic.running or traffic.waiting):
+                traffic.abort(random.randrange(2**32))
+            traffic.steps(random.randrange(2**32), random.randrange(1, 5))
+            traffic.pages_are_counted()
+            traffic.checkpoints_are_whole()
+            traffic.copies_are_right()
+        sessions = traffic.manager.sessions
+        reused, evicted, back = reused + sessions.reused, evicted + sessions.evicted, back + sessions.restored
+    print(f"{reused} reused, {back} of them restored, {evicted} evicted")
+    assert reused > 500
+    assert evicted > 500
+    assert back >= restored

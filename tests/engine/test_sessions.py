@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 from random import Random
+from typing import Any
 
 import pytest
 from tests.engine.drive import SMALL, Answer, Engine, PageAuditor
@@ -32,11 +33,11 @@ def hits(engine: Engine) -> int:
     return int(engine.scheduler.pages.sessions.reused)
 
 
-def without_reuse(engine: Engine, prompt: Sequence[int], max_tokens: int) -> Answer:
+def without_reuse(engine: Engine, prompt: Sequence[int], max_tokens: int, **params: Any) -> Answer:
     """A salt of its own hides the prompt from all that ran before."""
     before = hits(engine)
     prompts = {"prompt_token_ids": list(prompt), "cache_salt": f"nobody else's {next(_salts)}"}
-    engine.llm.llm_engine.add_request("alone", prompts, engine.sampling(max_tokens))
+    engine.llm.llm_engine.add_request("alone", prompts, engine.sampling(max_tokens, **params))
     answer = engine.run()["alone"]
     assert hits(engine) == before
     return answer
@@ -60,8 +61,44 @@ def test_a_conversation_of_six_turns_is_the_same_as_without_reuse(
         [ours] = engine.ask([prompt], 20)
         assert hits(engine) == before + turn
         assert ours.cached == known // CHUNK * CHUNK
+        assert ours.created == len(prompt) // CHUNK * CHUNK - ours.cached
         assert_same(ours, without_reuse(engine, prompt, 20))
         history, known = prompt + ours.tokens, len(prompt)
+
+
+def test_thirty_turns_hold_what_was_promised_of_all_their_tokens(start: Start, token_ids: list[int]) -> None:
+    """docs/design.md, "The promise", with the engine's own figures, when a turn's prompt has been compressed.
+
+    Every turn adds a block, 24 tokens of text and 8 of answer; every fourth prompt ends with a chunk. At a retention of
+    0.5, for at 0.25 the windows of such small chunks alone are what is held.
+    """
+    engine = start("keydiff")
+    retention, members, block, group_size = 0.5, 30 * 3, 32, 4
+    slack = engine.scheduler.plan.num_groups * group_size * 2 * block  # a window and a partial block of every head
+    prompt = token_ids[50_000 : 50_000 + block]
+    shares = []
+    for turn in range(1, 31):
+        assert len(prompt) == turn * block
+        engine.add("turn", prompt, 8, retention=retention)
+        computed = 0
+        while computed < len(prompt):
+            engine.step()
+            [request] = engine.scheduler.requests.values()
+            computed = request.num_computed_tokens
+        held = engine.llm.tangram_stats()["pages_held"] * group_size * block
+        full = members * len(prompt)
+        assert held <= retention * full + slack
+        if len(prompt) % CHUNK == 0:
+            shares.append(held / full)
+        answer = engine.run()["turn"]
+        assert answer.cached == (len(prompt) - block) // CHUNK * CHUNK
+        if turn % 10 == 0:
+            assert_same(answer, without_reuse(engine, prompt, 8, extra_args={"retention": retention}))
+        first = 60_000 + 100 * turn
+        prompt = prompt + answer.tokens + token_ids[first : first + block - 8]
+    assert len(shares) == 7
+    assert max(shares) <= retention
+    assert shares[-1] > 0.95 * retention, "and what may be held is held"
 
 
 def test_forks_share_what_they_have_in_common(start: Start, token_ids: list[int]) -> None:
@@ -166,9 +203,12 @@ def test_an_engine_without_prefix_caching_has_no_sessions(start: Start) -> None:
             call()
 
 
-def test_turns_forks_and_aborts_in_a_pool_that_is_too_small(start: Start, token_ids: list[int]) -> None:
+@pytest.mark.parametrize("spill", [{}, {"session_spill_gib": 0.02}], ids=["", "host"])
+def test_turns_forks_and_aborts_in_a_pool_that_is_too_small(
+    spill: dict[str, float], start: Start, token_ids: list[int]
+) -> None:
     """Random traffic with preemptions and evictions: page counts are exact after every step and answers are right."""
-    engine = start("keydiff", kv_cache_memory_bytes=14 << 20, max_num_seqs=6)
+    engine = start("keydiff", kv_cache_memory_bytes=14 << 20, max_num_seqs=6, **spill)
     random = Random(4)
     auditor = PageAuditor(engine)
     prompts: dict[str, list[int]] = {}
@@ -193,6 +233,7 @@ def test_turns_forks_and_aborts_in_a_pool_that_is_too_small(start: Start, token_
     assert engine.scheduler.num_preemptions > 0
     assert sessions.evicted > 0
     assert hits(engine) > 10
+    assert sessions.restored > 3 if spill else sessions.restored == 0
     for name in random.sample(sorted(answers), 6):
         assert_same(answers[name], without_reuse(engine, prompts[name], len(answers[name].tokens)))
     assert engine.llm.llm_engine.reset_prefix_cache()

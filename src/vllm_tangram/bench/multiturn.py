@@ -40,6 +40,7 @@ class Replayed:
         most_running: most requests at once.
         preemptions: requests thrown back into the queue.
         sessions: compressed prefixes at the end, longest ones only; None for stock.
+        restored: requests that began with pages from host memory; None for stock.
 
     """
 
@@ -55,6 +56,7 @@ class Replayed:
     most_running: int
     preemptions: int
     sessions: int | None
+    restored: int | None
 
 
 def measure_multiturn(
@@ -136,4 +138,5 @@ def replayed(stepper: EngineStepper, traffic: Traffic, max_seconds: float | None
         most_running=most,
         preemptions=preemptions,
         sessions=stepper.resident_sessions(),
+        restored=stepper.restored_sessions(),
     )

@@ -189,7 +189,7 @@ def read_trace(path: Path, scale: float, speed: float, limit: int, longest: int)
     """
     block_tokens = max(round(scale * _TRACE_BLOCK), 1)
     found: defaultdict[tuple[int, ...], list[Recorded]] = defaultdict(list)
-    for number, line in enumerate(_lines(path), 1):
+    for number, line in enumerate(read_lines("--trace", path), 1):
         try:
             milliseconds, prompt, output, blocks = _request(line)
         except (KeyError, TypeError, ValueError) as error:
@@ -217,12 +217,18 @@ def read_trace(path: Path, scale: float, speed: float, limit: int, longest: int)
     return Trace(shifted, block_tokens, options)
 
 
-def _lines(path: Path) -> Iterable[str]:
+def read_lines(option: str, path: Path) -> Iterable[str]:
+    """Lines of a file, gzipped if its name ends in ``.gz``.
+
+    Raises:
+        TangramError: it cannot be read; names the option.
+
+    """
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise TangramError(f"--trace: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise TangramError(f"{option}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _request(line: str) -> tuple[float, int, int, tuple[int, ...]]:

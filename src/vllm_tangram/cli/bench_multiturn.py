@@ -28,6 +28,10 @@ _STEP = {True: 8192, False: 2048}
 _WORKING_SET = 3.0
 
 _TRACE_FILE = "Requests of this file instead, in the format of Mooncake's traces."
+_DIALOGUES_FILE = (
+    "Dialogues of this file or folder instead, in the format of MT-Bench-101; the answers are the engine's."
+)
+_SPILL = "Ours once more with so much host memory for sessions, in GiB."
 
 
 def multiturn(
@@ -56,6 +60,7 @@ def multiturn(
         typer.Option(help="Mean seconds from an answer to the next turn.  [default: 0: at once]", show_default=False),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help=_TRACE_FILE, show_default=False)] = None,
+    dialogues: Annotated[Path | None, typer.Option(help=_DIALOGUES_FILE, show_default=False)] = None,
     scale: Annotated[
         float | None, typer.Option(help="Of the trace's lengths.  [default: 1; without CUDA 0.2]", show_default=False)
     ] = None,
@@ -65,7 +70,7 @@ def multiturn(
     limit: Annotated[
         int | None,
         typer.Option(
-            help="Requests of the trace, in whole conversations.  [default: 1000; without CUDA 40]",
+            help="Requests of the trace or the dialogues, in whole conversations.  [default: 1000; without CUDA 40]",
             min=1,
             show_default=False,
         ),
@@ -73,12 +78,13 @@ def multiturn(
     longest: Annotated[
         int | None,
         typer.Option(
-            help="No longer requests of the trace, scaled.  [default: 65536; without CUDA 4096]",
+            help="No longer ones, scaled, answers included.  [default: 65536; without CUDA 4096]",
             min=2,
             show_default=False,
         ),
     ] = None,
     retention: opt.Retention = [0.25],  # noqa: B006 (typer copies it)
+    spill_gib: Annotated[float | None, typer.Option(help=_SPILL, min=0.001, show_default=False)] = None,
     engine: opt.Only = [],  # noqa: B006
     max_seconds: opt.MaxSeconds = None,
     profile: opt.Profile = None,
@@ -111,20 +117,26 @@ def multiturn(
     from vllm_tangram.bench.multiturn import measure_multiturn
     from vllm_tangram.bench.serving import Engine
     from vllm_tangram.bench.sizing import kv_bytes_per_token
-    from vllm_tangram.bench.traffic import Conversations, read_trace
+    from vllm_tangram.bench.traffic import Conversations
 
     cuda = opt.on_cuda()
     chunk = chunk_size or _CHUNK[cuda]
     engines = [Engine.parse(key) for key in engine or ["stock", *map(str, retention)]]
+    if spill_gib is not None:
+        engines += [
+            replace(one, key=f"{one.key}+spill", options={**one.options, "session_spill_gib": spill_gib})
+            for one in engines
+            if one.retention is not None
+        ]
     talk = {"turns": turns, "first-tokens": first_tokens, "user-tokens": user_tokens, "answer-tokens": answer_tokens}
     others = {"working-set": working_set, "conversations": conversations, "think": think}
     recorded = {"scale": scale, "speed": speed, "limit": limit, "longest": longest}
-    _check(trace, talk | others, recorded)
+    _check(trace, dialogues, talk | others, recorded)
     traffic: Traffic
-    if trace is None:
+    if trace is None and dialogues is None:
         traffic = Conversations(1, *_or_usual(talk, _TALK[cuda]))
     else:
-        traffic = read_trace(trace, *_or_usual(recorded, _TRACE[cuda]))
+        traffic = _read(model, trace, dialogues, *_or_usual(recorded, _TRACE[cuda]))
     setup = opt.setup_of(
         model, profile, kv_gib, traffic.max_model_len, max_num_seqs, chunk, enforce_eager, opt.options_of(set_)
     )
@@ -155,10 +167,28 @@ def _or_usual(given: dict[str, Any], usual: tuple[Any, ...]) -> list[Any]:
     return [usual if value is None else value for value, usual in zip(given.values(), usual, strict=True)]
 
 
-def _check(trace: Path | None, talk: dict[str, Any], recorded: dict[str, Any]) -> None:
-    for name, value in (recorded if trace is None else talk).items():
+def _read(
+    model: str, trace: Path | None, dialogues: Path | None, scale: float, speed: float, limit: int, longest: int
+) -> Traffic:
+    from vllm_tangram.bench.dialogues import read_dialogues, tokenizer_of
+    from vllm_tangram.bench.traffic import read_trace
+
+    if trace is not None:
+        return read_trace(trace, scale, speed, limit, longest)
+    assert dialogues is not None
+    return read_dialogues(dialogues, tokenizer_of(model), limit, longest)
+
+
+def _check(trace: Path | None, dialogues: Path | None, talk: dict[str, Any], recorded: dict[str, Any]) -> None:
+    if trace is not None and dialogues is not None:
+        raise TangramError("--trace, --dialogues: give one")
+    for name in ("scale", "speed"):
+        if trace is None and recorded[name] is not None:
+            raise TangramError(f"--{name}: only with --trace")
+    for name, value in (recorded if trace is None and dialogues is None else talk).items():
         if value is not None:
-            raise TangramError(f"--{name}: only {'with' if trace is None else 'without'} --trace")
+            given = "with" if name in recorded else "without"
+            raise TangramError(f"--{name}: only {given} --trace or --dialogues")
     if talk["working-set"] is not None and talk["conversations"] is not None:
         raise TangramError("--working-set, --conversations: one decides the other, give one")
     for name in ("working-set", "scale", "speed"):
@@ -184,16 +214,18 @@ def print_multiturn(report: Report) -> None:
             f"{100 * row['hit_rate']:.1f}",
             str(row["preemptions"]),
             "-" if row["sessions"] is None else str(row["sessions"]),
+            "-" if row["restored"] is None else str(row["restored"]),
         )
         for key, row in engines.items()
     ]
     columns = (
-        "engine", "req/s", "/ stock", "p50 s", "p99 s", "prefilled", "hit %", "preempt.", "sessions"
+        "engine", "req/s", "/ stock", "p50 s", "p99 s", "prefilled", "hit %", "preempt.", "sessions", "restored"
     )  # fmt: skip
     console().print(table(_title(report), columns, rows))
     size = f"The KV of all that is said is {report['setup']['working_set']:.1f} times what stock's pool holds."
     what = "p50, p99: time to first token. Prefilled: prompt tokens computed. Sessions: prefixes left at the end."
-    print_notes(report, what, size, bench_reports.unfinished(report))
+    restored = "Restored: requests that began with pages from host memory."
+    print_notes(report, what, restored, size, bench_reports.unfinished(report))
 
 
 def plot_multiturn(report: Report, path: Path) -> None:
@@ -215,6 +247,10 @@ def _title(report: Report) -> str:
     if "trace" in setup:
         what = f"{setup['requests']} requests of {setup['trace']}, lengths x {setup['scale']:g}"
         return f"{setup['model']}: {what}, time / {setup['speed']:g}"
+    if "dialogues" in setup:
+        return (
+            f"{setup['model']}: {setup['conversations']} dialogues of {setup['dialogues']}, {setup['requests']} turns"
+        )
     sizes = (
         f"first prompt {setup['first_tokens']}, then {setup['user_tokens']}, answers {setup['answer_tokens']} tokens"
     )

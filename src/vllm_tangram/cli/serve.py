@@ -61,6 +61,10 @@ def serve(
         float,
         typer.Option(help="Seconds after which a conversation that nobody continued is not found again; 0: never."),
     ] = _DEFAULTS["session_ttl"],
+    session_spill_gib: Annotated[
+        float,
+        typer.Option(help="Host memory, in GiB, for conversations that the KV pool has no room for; 0: none."),
+    ] = _DEFAULTS["session_spill_gib"],
 ) -> None:
     """Serve a model over vLLM's OpenAI API with compressed KV cache.
 

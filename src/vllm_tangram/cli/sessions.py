@@ -28,7 +28,8 @@ def sessions(
     """List the conversations and documents that a server holds compressed, or drop some.
 
     A session is what the next turn of a conversation, or another question about a document, begins with. Sessions with
-    a common beginning share its pages, and each counts them. Hits are requests that began with it or a part of it.
+    a common beginning share its pages, and each counts them. Where: in the KV pool, in host memory (--session-spill-gib
+    of the server), or how much of it in host memory. Hits are requests that began with it or a part of it.
     """
     if ctx.invoked_subcommand is not None:
         ctx.obj = url
@@ -44,12 +45,13 @@ def sessions(
             f"{session['retention']:g}",
             f"{session['pages']:,}",
             human_bytes(session["bytes"]),
+            _place(session["spilled_pages"], session["pages"]),
             _duration(session["idle_seconds"]),
             str(session["hits"]),
         ]
         for session in listed
     ]
-    columns = ["id", "tokens", "retention", "pages", "bytes", "idle", "hits"]
+    columns = ["id", "tokens", "retention", "pages", "bytes", "where", "idle", "hits"]
     console().print(table(f"Sessions at {url}", columns, rows) if rows else f"no sessions at {url}")
 
 
@@ -116,6 +118,13 @@ def _request(method: str, url: str, path: str = "") -> Any:
 def _reason(answer: Any) -> str | None:
     error = answer.get("error") if isinstance(answer, dict) else None
     return error.get("message") if isinstance(error, dict) else None
+
+
+def _place(spilled_pages: int, pages: int) -> str:
+    """``(3, 4)`` -> ``"host 75 %"``."""
+    if not spilled_pages:
+        return "pool"
+    return "host" if spilled_pages == pages else f"host {100 * spilled_pages / pages:.0f} %"
 
 
 def _duration(seconds: float) -> str:

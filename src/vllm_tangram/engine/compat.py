@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 # (module, attribute path, parameters that must exist): what we override, wrap or call that is not public.
 _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler.add_request", ("request",)),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.schedule", ()),
     (
         "vllm.v1.core.sched.scheduler",
         "Scheduler._reserve_prefill_lookahead",
@@ -36,6 +37,7 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.core.sched.scheduler", "Scheduler._free_request_blocks", ("request",)),
     ("vllm.v1.core.sched.scheduler", "Scheduler.reset_prefix_cache", ()),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.estimate_cached_tokens", ("request",)),
     ("vllm.v1.core.block_pool", "BlockPool.unpin_blocks", ("blocks", "on_reuse")),
     (
         "vllm.v1.core.single_type_kv_cache_manager",
@@ -64,6 +66,8 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.engine.core_client", "InprocClient", ("vllm_config",)),
     ("vllm.v1.engine.core_client", "SyncMPClient.call_utility", ("method", "args")),
     ("vllm.v1.engine.core_client", "AsyncMPClient.call_utility_async", ("method", "args")),
+    ("vllm.utils.cpu_resource_utils", "get_cgroup_memory_limit", ()),
+    ("vllm.utils.cpu_resource_utils", "get_cgroup_memory_usage", ()),
     ("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",)),
     ("vllm.utils.torch_utils", "direct_register_custom_op", ("op_name", "op_func", "mutates_args", "fake_impl")),
     ("vllm.forward_context", "ForwardContext", ("no_compile_layers", "attn_metadata", "cudagraph_runtime_mode")),
@@ -81,6 +85,8 @@ _CPU_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.initialize_metadata_builders", ("kv_cache_config",)),
     ("vllm.v1.worker.cpu_model_runner", "CPUModelRunner.load_model", ("load_dummy_weights",)),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", ()),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.initialize_from_config", ("kv_cache_config",)),
+    ("vllm.v1.worker.cpu_worker", "CPUWorker.execute_model", ("scheduler_output",)),
     ("vllm.v1.worker.cpu_worker", "CPUWorker.determine_available_memory", ()),
     ("vllm._custom_ops", "cpu_attention_with_kv_cache", ("query", "key_cache", "block_table", "scheduler_metadata")),
     ("vllm._custom_ops", "cpu_attn_get_scheduler_metadata", ("num_reqs", "seq_lens", "query_start_loc", "isa")),
@@ -91,6 +97,10 @@ _V2 = "vllm.v1.worker.gpu.model_runner"
 _CUDA_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", ()),
     ("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", ()),
+    ("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", ("kv_cache_config",)),
+    ("vllm.v1.worker.gpu_worker", "Worker.execute_model", ("scheduler_output",)),
+    ("vllm._custom_ops", "swap_blocks_batch", ("src_ptrs", "dst_ptrs", "sizes")),
+    ("vllm.v1.simple_kv_offload.cuda_mem_ops", "pin_tensor", ("tensor",)),
     ("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", ()),
     (_V2, "GPUModelRunner.load_model", ()),
     (_V2, "GPUModelRunner.get_kv_cache_spec", ()),

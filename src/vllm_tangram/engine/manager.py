@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 
-from vllm_tangram.engine.sessions import Checkpoint, SessionCache
+from vllm_tangram.engine.checkpoint import Hit
+from vllm_tangram.engine.sessions import SessionCache
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -59,7 +60,8 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         self._promised: dict[str, int] = {}  # pages that the last admission of a request was for
         self.sessions = SessionCache()
         self._remembered: dict[str, int] = {}  # tokens of running requests whose states are known
-        self._found: dict[str, Checkpoint | None] = {}  # what a request will begin with once there are pages for it
+        self._found: dict[str, Hit | None] = {}  # what a request will begin with once there are pages for it
+        self._begun: dict[str, Hit] = {}  # what it begins with in this step, until it has its other pages, too
         self.pages_reclaimed = 0  # pages that became unnecessary while their request ran: the design keeps this at 0
 
     def announce(self, request_id: str, budget: RequestBudget) -> None:
@@ -104,13 +106,16 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         return max(need, 0)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
-        """Append pages in birth order up to the need at ``num_tokens``."""
+        """Append pages in birth order up to the need at ``num_tokens``; the first may be filled from the host."""
         blocks = self.req_to_blocks[request_id]
+        hit = self._begun.pop(request_id, None)
         new_blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(
             self.budgets[request_id].pages(num_tokens) - len(blocks)
         )
-        self.sessions.handed_out(new_blocks)
+        self.sessions.handed_out(new_blocks, keep=hit.spilled if hit else ())
         blocks.extend(new_blocks)
+        if hit is not None:
+            self.sessions.restore(hit, blocks)
         if self._record_new_block_ids:
             self.new_block_ids.extend(block.block_id for block in new_blocks)
         return new_blocks
@@ -129,7 +134,9 @@ class HeadGroupManager(SingleTypeKVCacheManager):
                 break
             before = tokens - budget.chunk_size
             parent = self._key(request, before) if before else None
-            self.sessions.remember(self._key(request, tokens), tokens, blocks, budget.pages(tokens), parent)
+            self.sessions.remember(
+                self._key(request, tokens), tokens, blocks, budget.pages(tokens), parent, budget.pages(before)
+            )
         self._remembered[request_id] = max(known, request.num_computed_tokens)  # not yet set in a request's first step
 
     def leave(self, request: Request) -> None:
@@ -137,15 +144,20 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         self.remember(request)
         known = self.budgets[request.request_id].boundaries(self._remembered.get(request.request_id, 0))
         if (found := self.sessions.find(self._key(request, tokens) for tokens in known)) is not None:
-            self.sessions.used(found)
+            self.sessions.used(found.longest)
 
-    def find(self, request: Request) -> Checkpoint | None:
+    def find(self, request: Request) -> Hit | None:
         """The longest known state of a prefix of the request's prompt that leaves a token to compute."""
         self.sessions.expire()
         boundaries = self.budgets[request.request_id].boundaries(request.num_tokens - 1)
         found = self.sessions.find(self._key(request, tokens) for tokens in boundaries)
         self._found[request.request_id] = found
         return found
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that others will find: vLLM tells its users which of them were not known before."""
+        boundaries = self.budgets[request.request_id].boundaries(request.num_computed_tokens)
+        return boundaries[0] if self.enable_caching and boundaries else 0
 
     def _key(self, request: Request, tokens: int) -> tuple[bytes, float]:
         return request.block_hashes[tokens // self.block_size - 1], self.budgets[request.request_id].retention
@@ -163,7 +175,8 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         )
         self._remembered[request_id] = num_local_computed_tokens
         if (found := self._found.pop(request_id, None)) is not None:
-            self.sessions.began_with(found)
+            self.sessions.began_with(found.longest)
+            self._begun[request_id] = found
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:
         """What earlier steps computed can be used by others from now on."""

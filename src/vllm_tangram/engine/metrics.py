@@ -38,7 +38,10 @@ class PageStats:
         page_bytes: bytes of one page.
         sessions: compressed prefixes (checkpoints) that can be found; a session is a chain of them.
         sessions_reused: how often a request began with one, also again after a preemption, since start.
-        sessions_evicted: checkpoints whose pages were handed out again, since start.
+        sessions_evicted: checkpoints that were lost because their pages were handed out again, since start.
+        sessions_spilled: checkpoints that host memory has a copy of; some may be in the pool, too.
+        sessions_restored: how often a request began with pages from host memory, since start.
+        host_pages_in_use: pages in host memory.
 
     """
 
@@ -54,6 +57,9 @@ class PageStats:
     sessions: int
     sessions_reused: int
     sessions_evicted: int
+    sessions_spilled: int
+    sessions_restored: int
+    host_pages_in_use: int
 
     def attach(self, stats: SchedulerStats) -> None:
         """Put the figures into vLLM's per-step statistics."""
@@ -119,6 +125,22 @@ class _Gauges:
             multiprocess_mode="mostrecent",
         )
 
+        self.sessions_spilled = Gauge(
+            "tangram:sessions_spilled",
+            "Compressed prefixes that host memory has a copy of.",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
+        self.sessions_restored = Gauge(
+            "tangram:sessions_restored",
+            "Requests that began with pages from host memory since start.",
+            labels,
+            multiprocess_mode="mostrecent",
+        )
+        self.host_bytes = Gauge(
+            "tangram:host_bytes", "Host memory that compressed prefixes take.", labels, multiprocess_mode="mostrecent"
+        )
+
     @classmethod
     def get(cls) -> _Gauges:
         if cls._instance is None:
@@ -159,6 +181,9 @@ class TangramStatLogger(StatLoggerBase):
         gauges.sessions.labels(*labels).set(stats.sessions)
         gauges.sessions_reused.labels(*labels).set(stats.sessions_reused)
         gauges.sessions_evicted.labels(*labels).set(stats.sessions_evicted)
+        gauges.sessions_spilled.labels(*labels).set(stats.sessions_spilled)
+        gauges.sessions_restored.labels(*labels).set(stats.sessions_restored)
+        gauges.host_bytes.labels(*labels).set(stats.host_pages_in_use * stats.page_bytes)
 
     def log_engine_initialized(self) -> None:
         """Nothing to say beyond the scheduler's own line."""

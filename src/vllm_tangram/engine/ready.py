@@ -12,9 +12,18 @@ from vllm.logger import init_logger
 
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.compat import check_supported, check_vllm
+from vllm_tangram.engine.host import check_host_memory
 from vllm_tangram.engine.options import engine_options, for_platform, vllm_refusals
 from vllm_tangram.engine.resolve import resolve_gate, resolve_profile, resolve_scorer
-from vllm_tangram.engine.setup import OPTIONS_KEY, fingerprint_of, layout_of, plan_of, staging_pages
+from vllm_tangram.engine.setup import (
+    OPTIONS_KEY,
+    config_of,
+    fingerprint_of,
+    host_pages,
+    layout_of,
+    plan_of,
+    staging_pages,
+)
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -50,6 +59,7 @@ def ready_options(
         OPTIONS_KEY: config.model_copy(update={"budgets": "uniform", "profile": None}).model_dump()
     }
     plan_of(vllm_config)
+    check_spill(vllm_config)
     identity = fingerprint_of(vllm_config.model_config)
     config = resolve_gate(resolve_scorer(config, identity), identity)
     config = resolve_profile(config, model, given, identity)
@@ -89,6 +99,28 @@ def check_pool(vllm_config: VllmConfig) -> None:
             f"{plan.config.retention:g} and the scratch pages of a step need {needed} bytes; give more, or lower "
             "--max-model-len, --retention, --chunk-size or --max-num-seqs"
         )
+
+
+def check_spill(vllm_config: VllmConfig) -> None:
+    """Refuse host memory for sessions that are switched off, that holds no chunk, or that the machine does not have.
+
+    Raises:
+        TangramError: tells which, with the sizes.
+
+    """
+    plan, asked = plan_of(vllm_config), config_of(vllm_config).session_spill_gib
+    if not asked:
+        return
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise TangramError("--session-spill-gib: there are no sessions with --no-enable-prefix-caching; give only one")
+    chunk = plan.config.chunk_size
+    pages = plan.schedule(plan.config.retention).num_pages(chunk, chunk)
+    if host_pages(vllm_config) < pages:
+        raise TangramError(
+            f"--session-spill-gib: {asked:g} GiB hold no chunk of {chunk} tokens at retention "
+            f"{plan.config.retention:g}, which takes {pages * layout_of(vllm_config).page_bytes} bytes: give more, or 0"
+        )
+    check_host_memory(vllm_config)
 
 
 @contextmanager

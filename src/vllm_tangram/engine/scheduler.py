@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's scheduler with whole compression chunks, exact admission and our figures; ``schedule()`` itself is stock."""
+"""vLLM's scheduler with whole compression chunks, exact admission and our figures; steps are planned by vLLM."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from vllm_tangram.engine import admission
 from vllm_tangram.engine.compat import check_supported
 from vllm_tangram.engine.manager import HeadGroupManager, RequestBudget
 from vllm_tangram.engine.metrics import PageStats
-from vllm_tangram.engine.setup import MAX_RETENTIONS, plan_of
+from vllm_tangram.engine.sessions import SessionCache
+from vllm_tangram.engine.setup import MAX_RETENTIONS, host_pages, plan_of
 from vllm_tangram.engine.spec import HeadGroupSpec
+from vllm_tangram.engine.spill import COPIES
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.metrics.stats import SchedulerStats
 
 
@@ -48,10 +51,18 @@ class TangramScheduler(Scheduler):
         (manager,) = self.kv_cache_manager.coordinator.single_type_managers
         assert isinstance(manager, HeadGroupManager)
         self.pages = manager
-        manager.sessions.ttl = self.plan.config.session_ttl
+        manager.sessions = SessionCache(self.plan.config.session_ttl, host_pages=host_pages(self.vllm_config))
+        self.kv_cache_manager.estimate_cached_tokens = manager.cached_tokens  # vLLM's reads hashes of blocks of tokens
         self.page_bytes = spec.page_size_bytes
         self.num_preemptions = 0
         admission.log_capacity(self.vllm_config, self.plan, self.kv_cache_config.num_blocks, spec.page_size_bytes)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """vLLM's, with what workers have to copy between pool and host before the forward."""
+        output = super().schedule(*args, **kwargs)
+        if copies := self.pages.sessions.take_copies():
+            setattr(output, COPIES, copies)
+        return output
 
     def add_request(self, request: Request) -> None:
         """Announce the request's page need, cut its generation to what the pool can hold, and queue it."""
@@ -99,7 +110,7 @@ class TangramScheduler(Scheduler):
         found = self.pages.find(request) if manager.prefix_cache_lookup_enabled(request) else None
         if found is None:
             return manager.empty_kv_cache_blocks, 0, 0, False
-        return KVCacheBlocks((list(found.pages[: found.num_pages]),)), found.tokens, 0, False
+        return KVCacheBlocks((found.pages,)), found.tokens, 0, False
 
     def _free_request_blocks(self, request: Request) -> None:
         """When a request ends or is preempted, what its prompt was compressed to stays findable."""
@@ -163,6 +174,9 @@ class TangramScheduler(Scheduler):
             sessions=len(self.pages.sessions),
             sessions_reused=self.pages.sessions.reused,
             sessions_evicted=self.pages.sessions.evicted,
+            sessions_spilled=len(self.pages.sessions.host),
+            sessions_restored=self.pages.sessions.restored,
+            host_pages_in_use=self.pages.sessions.host.num_used,
         )
 
     def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:

@@ -8,115 +8,78 @@ that nobody uses lie in vLLM's free queue, where they count as free, behind thos
 page that is handed out again takes all checkpoints with it that it belongs to. Since they count as free, a limit on
 their share of the pool would protect nobody, and there is none; a time to live only bounds how long they are found.
 
+With host memory (``engine.spill``) a checkpoint that loses its pages lives on there: the pages that it has beyond the
+checkpoint one chunk earlier are copied before the step that overwrites them. A request that begins with it gets new
+pages, into which they are copied back.
+
 A *session*, as people see it, is a checkpoint that no longer one extends: the end of a conversation or document. Its
 *chain* is itself and the checkpoints that it extends.
 """
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections import Counter, OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING
+
+from vllm_tangram.engine.checkpoint import Checkpoint, Hit, Session
+from vllm_tangram.engine.spill import Copies, HostSpace, Key
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-#: (hash of the token prefix, retention): vLLM's hash covers everything that makes equal tokens mean something else.
-Key = tuple[bytes, float]
-
-
-@dataclass
-class Checkpoint:
-    """The compressed state of one token prefix.
-
-    Attributes:
-        key: what it is the state of.
-        tokens: length of the prefix.
-        pages: in order of birth; at least ``num_pages``, of which the first ``num_pages`` are the state.
-        num_pages: see ``pages``.
-        parent: key of the state one chunk earlier, if there is one; it may be unknown.
-        last_used: when a request last computed it, began with it or a longer one, or ended (the cache's clock).
-        hits: requests that began with it.
-
-    """
-
-    key: Key
-    tokens: int
-    pages: Sequence[KVCacheBlock]
-    num_pages: int
-    parent: Key | None
-    last_used: float
-    hits: int = 0
-
-    @property
-    def last_page(self) -> KVCacheBlock:
-        """The first of its pages to be handed out again."""
-        return self.pages[self.num_pages - 1]
-
-    @property
-    def in_use(self) -> bool:
-        """Whether a request holds its pages."""
-        return self.last_page.ref_cnt > 0
-
-
-@dataclass(frozen=True)
-class Session:
-    """The end of a conversation or document.
-
-    Attributes:
-        id: 16 hex digits, made of its key: another one after the conversation's next turn.
-        tokens: length of its prefix.
-        retention: fraction of full KV that it was compressed to.
-        pages: that it holds; sessions with a common beginning share those of it.
-        idle_seconds: since its last use.
-        hits: requests that began with it or a part of it, summed over its chain.
-
-    """
-
-    id: str
-    tokens: int
-    retention: float
-    pages: int
-    idle_seconds: float
-    hits: int
-
 
 class SessionCache:
-    """The checkpoints whose pages are all intact.
+    """The checkpoints whose pages are all intact, in the pool or on the host.
 
     A page list is freed from its end, and whoever uses a page also uses all before it. So of the pages of a checkpoint
     the last one is the first to be handed out again, and watching it alone is enough. A checkpoint that expires or is
     dropped is not found any more, but its pages are watched on: longer ones may begin with them, and the order in
     which pages are freed must not change.
 
+    A checkpoint that is on the host alone has its own pages there, and those before it are some earlier checkpoint's,
+    which is known: who loses an earlier one loses it, too. What is in the pool again keeps its copy on the host, which
+    stays right, for pages are never rewritten; but the host gives up first what left the pool first.
+
     Attributes:
         ttl: seconds without use after which a checkpoint is forgotten, 0 = never; one whose pages a request holds is
             in use.
+        host: room for checkpoints that lose their pages.
+        copies: what the next step has to copy.
         evicted: checkpoints lost to page reuse since start.
         reused: requests that began with a checkpoint since start.
+        restored: those of them that began with pages from the host.
 
     """
 
-    def __init__(self, ttl: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, ttl: float = 0.0, clock: Callable[[], float] = time.monotonic, host_pages: int = 0) -> None:
         self.ttl = ttl
+        self.host = HostSpace(host_pages)
+        self.copies = Copies()
         self._clock = clock
         self._checkpoints: OrderedDict[Key, Checkpoint] = OrderedDict()  # least recently used first
         # Last page -> checkpoints that end with it, or did before they were forgotten.
         self._keys_of: defaultdict[int, set[Key]] = defaultdict(set)
-        self._extensions: Counter[Key] = Counter()  # state -> checkpoints one chunk longer
+        self._extensions: defaultdict[Key, set[Key]] = defaultdict(set)  # state -> checkpoints one chunk longer
         self.evicted = 0
         self.reused = 0
+        self.restored = 0
 
     def __len__(self) -> int:
         return len(self._checkpoints)
 
     def remember(
-        self, key: Key, tokens: int, pages: Sequence[KVCacheBlock], num_pages: int, parent: Key | None = None
+        self,
+        key: Key,
+        tokens: int,
+        pages: Sequence[KVCacheBlock],
+        num_pages: int,
+        parent: Key | None = None,
+        inherited: int = 0,
     ) -> None:
-        """Make a state findable, unless an equal one is known already.
+        """Make a state findable, unless the pool has an equal one already.
 
         Args:
             key: what it is the state of.
@@ -124,18 +87,48 @@ class SessionCache:
             pages: page list of the request that computed it; it may grow, what is in it must stay.
             num_pages: first pages of it that are the state, at least 1.
             parent: key of the state one chunk earlier.
+            inherited: first pages of it that are that state.
 
         """
-        if key in self._checkpoints:
-            return
-        self._checkpoints[key] = checkpoint = Checkpoint(key, tokens, pages, num_pages, parent, self._clock())
-        self._keys_of[checkpoint.last_page.block_id].add(key)
-        if parent is not None:
-            self._extensions[parent] += 1
+        known = self._checkpoints.get(key)
+        if known is None:
+            known = Checkpoint(key, tokens, (), num_pages, inherited, parent, self._clock())
+            self._checkpoints[key] = known
+            if parent is not None:
+                self._extensions[parent].add(key)
+        if not known.in_pool:
+            self._bring_into_pool(known, pages)
 
-    def find(self, keys: Iterable[Key]) -> Checkpoint | None:
-        """The first of ``keys`` that is known."""
-        return next((found for key in keys if (found := self._checkpoints.get(key)) is not None), None)
+    def find(self, keys: Iterable[Key]) -> Hit | None:
+        """What the first of ``keys`` that is known begins with."""
+        longest = next((found for key in keys if (found := self._checkpoints.get(key)) is not None), None)
+        if longest is None:
+            return None
+        spilled: list[Checkpoint] = []
+        for checkpoint in self._chain(longest):
+            if checkpoint.in_pool:
+                return Hit(longest, list(checkpoint.pages[: checkpoint.num_pages]), spilled[::-1])
+            spilled.append(checkpoint)
+        return Hit(longest, [], spilled[::-1])
+
+    def restore(self, hit: Hit, pages: Sequence[KVCacheBlock]) -> None:
+        """A request got its pages: those from the host are filled in the next step, before anybody reads them.
+
+        Args:
+            hit: what it begins with; no state of it may have been lost.
+            pages: its page list.
+
+        """
+        for checkpoint in hit.spilled:
+            own = checkpoint.own_of(pages)
+            self.copies.add(to_host=False, pool_pages=own, host_pages=self.host.pages_of(checkpoint.key))
+            self._bring_into_pool(checkpoint, pages)
+        self.restored += bool(hit.spilled)
+
+    def take_copies(self) -> Copies:
+        """What has to be copied in the step that was planned, and before its forward."""
+        copies, self.copies = self.copies, Copies()
+        return copies
 
     def began_with(self, checkpoint: Checkpoint) -> None:
         """A request took it over."""
@@ -150,14 +143,24 @@ class SessionCache:
             checkpoint.last_used = now
             self._checkpoints.move_to_end(checkpoint.key)  # those it extends come after it: the longest expires first
 
-    def handed_out(self, pages: Iterable[KVCacheBlock]) -> None:
-        """Pages get new contents: forget the checkpoints that end with one of them."""
+    def handed_out(self, pages: Iterable[KVCacheBlock], keep: Iterable[Checkpoint] = ()) -> None:
+        """Pages get new contents: checkpoints that end with one of them go to the host, or are forgotten.
+
+        Args:
+            pages: that have been handed out, and not been written to yet.
+            keep: checkpoints that are needed on the host.
+
+        """
+        needed = {checkpoint.key for checkpoint in keep}
         for page in pages:
             for key in self._keys_of.pop(page.block_id, ()):
                 checkpoint = self._checkpoints.get(key)
-                if checkpoint is not None and checkpoint.last_page is page:  # else forgotten and computed again
-                    self._forget(checkpoint)
-                    self.evicted += 1
+                # Else it was forgotten, and perhaps computed again.
+                if checkpoint is not None and checkpoint.in_pool and checkpoint.last_page is page:
+                    if self._spill(checkpoint, needed):
+                        checkpoint.pages = ()
+                    else:
+                        self.evicted += self._forget(checkpoint)
 
     def expire(self) -> None:
         """Forget what nobody used for ``ttl`` seconds; cheap when that is nothing."""
@@ -176,10 +179,11 @@ class SessionCache:
         now = self._clock()
         return [
             Session(
-                id=_session_id(end.key),
+                id=end.session_id,
                 tokens=end.tokens,
                 retention=end.key[1],
                 pages=end.num_pages,
+                spilled_pages=self._spilled_pages(end),
                 idle_seconds=0.0 if end.in_use else now - end.last_used,
                 hits=sum(checkpoint.hits for checkpoint in self._chain(end)),
             )
@@ -198,13 +202,13 @@ class SessionCache:
             How many were forgotten; and the ids that are no session's: if there are any, nothing is forgotten.
 
         """
-        ends = {_session_id(end.key): end for end in self._ends()}
+        ends = {end.session_id: end for end in self._ends()}
         wanted = dict.fromkeys(ends if session_ids is None else session_ids)
         if unknown := [session_id for session_id in wanted if session_id not in ends]:
             return 0, unknown
         for session_id in wanted:
             for checkpoint in self._chain(ends[session_id]):
-                if self._extensions[checkpoint.key]:
+                if self._extensions.get(checkpoint.key):
                     break
                 self._forget(checkpoint)
         return len(wanted), []
@@ -221,13 +225,14 @@ class SessionCache:
         self._checkpoints.clear()
         self._keys_of.clear()
         self._extensions.clear()
+        self.host.clear()
 
     def checkpoints(self) -> list[Checkpoint]:
         """All, the least recently used first."""
         return list(self._checkpoints.values())
 
     def _ends(self) -> list[Checkpoint]:
-        return [end for end in reversed(self._checkpoints.values()) if not self._extensions[end.key]]
+        return [end for end in reversed(self._checkpoints.values()) if not self._extensions.get(end.key)]
 
     def _chain(self, longest: Checkpoint) -> Iterator[Checkpoint]:
         """From the longest on, as far as they are known."""
@@ -236,14 +241,51 @@ class SessionCache:
             yield checkpoint
             checkpoint = self._checkpoints.get(checkpoint.parent) if checkpoint.parent else None
 
-    def _forget(self, checkpoint: Checkpoint) -> None:
-        del self._checkpoints[checkpoint.key]
-        if checkpoint.parent is not None:
-            self._extensions[checkpoint.parent] -= 1
-            if not self._extensions[checkpoint.parent]:
-                del self._extensions[checkpoint.parent]
+    def _spilled_pages(self, end: Checkpoint) -> int:
+        spilled = takewhile(lambda checkpoint: not checkpoint.in_pool, self._chain(end))
+        return sum(checkpoint.own_pages for checkpoint in spilled)
 
+    def _bring_into_pool(self, checkpoint: Checkpoint, pages: Sequence[KVCacheBlock]) -> None:
+        checkpoint.pages = pages
+        self._keys_of[checkpoint.last_page.block_id].add(checkpoint.key)
 
-def _session_id(key: Key) -> str:
-    prefix, retention = key
-    return hashlib.sha256(f"{prefix.hex()} {retention!r}".encode()).hexdigest()[:16]
+    def _spill(self, checkpoint: Checkpoint, needed: set[Key]) -> bool:
+        """Let the host hold a checkpoint that loses its pages, if there is room and it can be used from there."""
+        if not self.host.capacity or (checkpoint.parent is not None and checkpoint.parent not in self._checkpoints):
+            return False
+        chain = [each.key for each in self._chain(checkpoint)]
+        if checkpoint.key not in self.host:
+            keep = needed.union(chain)
+            if not self.host.fits(checkpoint.own_pages, keep):
+                return False
+            while (victim := self.host.next_victim(checkpoint.own_pages, keep)) is not None:
+                self._lose_copy(self._checkpoints[victim])
+            pages = self.host.put(checkpoint.key, checkpoint.own_pages)
+            self.copies.add(to_host=True, pool_pages=checkpoint.own_of(checkpoint.pages), host_pages=pages)
+        for key in chain:  # those it extends come after it: the longest gives its pages up first
+            self.host.renew(key)
+        return True
+
+    def _lose_copy(self, checkpoint: Checkpoint) -> None:
+        self.host.discard(checkpoint.key)
+        if not checkpoint.in_pool:
+            self.evicted += self._forget(checkpoint)
+
+    def _forget(self, checkpoint: Checkpoint) -> int:
+        """Forget it and all that cannot be used without it.
+
+        Returns:
+            How many that are.
+
+        """
+        lost = [checkpoint]
+        for each in lost:
+            del self._checkpoints[each.key]
+            self.host.discard(each.key)
+            if each.parent is not None and each.parent in self._extensions:
+                self._extensions[each.parent].discard(each.key)
+                if not self._extensions[each.parent]:
+                    del self._extensions[each.parent]
+            extensions = [self._checkpoints[key] for key in self._extensions.get(each.key, ())]
+            lost += [extension for extension in extensions if not extension.in_pool]
+        return len(lost)

@@ -101,6 +101,13 @@ def staging_pages(vllm_config: VllmConfig) -> int:
     return layout.staging_pages(scheduler.max_num_batched_tokens + rounding, num_kv_heads)
 
 
+def host_pages(vllm_config: VllmConfig) -> int:
+    """Pages of the host memory that sessions may take, 0 without sessions."""
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return 0
+    return int(config_of(vllm_config).session_spill_gib * 2**30) // layout_of(vllm_config).page_bytes
+
+
 def fingerprint_of(model_config: ModelConfig) -> dict[str, Any]:
     """Identity of the served model, to compare with a profile's."""
     return model_fingerprint(model_config.hf_text_config.to_dict(), _weights_dir(model_config))

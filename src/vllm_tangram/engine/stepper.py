@@ -179,6 +179,10 @@ class EngineStepper:
             return None
         return len(self.scheduler.pages.sessions.listing())
 
+    def restored_sessions(self) -> int | None:
+        """Requests that began with pages from host memory, since start; None: stock."""
+        return self.scheduler.pages.sessions.restored if isinstance(self.scheduler, TangramScheduler) else None
+
     @property
     def preemptions(self) -> int:
         """How often requests of ``add_counted`` were preempted, since ``abort_all``."""

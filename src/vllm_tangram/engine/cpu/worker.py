@@ -7,12 +7,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.cpu.runner import TangramCPUModelRunner
+from vllm_tangram.engine.host import SpillingWorker
 from vllm_tangram.engine.profiling import ProfilingWorker
 from vllm_tangram.engine.setup import layout_of, staging_pages
 from vllm_tangram.errors import TangramError
 
 
-class TangramCPUWorker(ProfilingWorker, CPUWorker):
+class TangramCPUWorker(ProfilingWorker, SpillingWorker, CPUWorker):
     """Builds our runner, keeps memory for the staging pages and answers the profiler's calls."""
 
     model_runner: TangramCPUModelRunner

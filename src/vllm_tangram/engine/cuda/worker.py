@@ -10,11 +10,12 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.cuda.runner import TangramGPUModelRunner
+from vllm_tangram.engine.host import SpillingWorker
 from vllm_tangram.engine.profiling import ProfilingWorker
 from vllm_tangram.errors import TangramError
 
 
-class TangramGPUWorker(ProfilingWorker, Worker):
+class TangramGPUWorker(ProfilingWorker, SpillingWorker, Worker):
     """Builds our runner, keeps memory for what finds pages, and answers the profiler's calls."""
 
     model_runner: TangramGPUModelRunner

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host memory behind the page pool, as workers see it: the buffer, and the copies of a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit, get_cgroup_memory_usage
+
+from vllm_tangram.engine.setup import host_pages, layout_of
+from vllm_tangram.engine.spill import COPIES, Copies
+from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+
+
+def check_host_memory(vllm_config: VllmConfig) -> None:
+    """Refuse a buffer for sessions that the machine has no memory for, or that could hold nothing.
+
+    Raises:
+        TangramError: names the option, what was asked for, and what there is.
+
+    """
+    pages, layout = host_pages(vllm_config), layout_of(vllm_config)
+    asked, available = pages * layout.page_bytes, _available_bytes()
+    if asked > available:
+        raise TangramError(
+            f"--session-spill-gib: {asked / 2**30:.2f} GiB of host memory were asked for, but only "
+            f"{available / 2**30:.2f} GiB are available: give less, or 0"
+        )
+
+
+def _available_bytes() -> int:
+    """Memory that can be allocated without anybody being killed; in a container what that may still take."""
+    available = psutil.virtual_memory().available
+    limit, used = get_cgroup_memory_limit(), get_cgroup_memory_usage()
+    return available if limit is None else min(available, max(limit - (used or 0), 0))
+
+
+class HostBuffer:
+    """Pages beside the pool, in host memory.
+
+    Copies run on the current stream and neither allocate nor wait, so on CUDA a step's copies come after the forward of
+    the step before and before its own.
+
+    Args:
+        pool: ``[P, page_bytes]`` uint8, the page pool.
+        num_pages: of the buffer.
+
+    Raises:
+        TangramError: the memory cannot be had.
+
+    """
+
+    def __init__(self, pool: Tensor, num_pages: int) -> None:
+        self.pool = pool
+        try:
+            self.pages = torch.empty(num_pages, pool.shape[1], dtype=torch.uint8)
+            if pool.is_cuda:
+                from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+                pin_tensor(self.pages)  # torch's own pinned memory is rounded up to a power of two
+        except RuntimeError as error:
+            raise TangramError(
+                f"--session-spill-gib: {num_pages * pool.shape[1] / 2**30:.2f} GiB of host memory cannot be allocated "
+                f"({error}), {_available_bytes() / 2**30:.2f} GiB are available: give less, or 0"
+            ) from error
+
+    def run(self, copies: Copies) -> None:
+        """Copy what a step has to copy, in its order."""
+        for to_host, pairs in copies.runs:
+            target, source = (self.pages, self.pool) if to_host else (self.pool, self.pages)
+            if self.pool.is_cuda:
+                _copy_on_stream(target, source, pairs)
+            else:
+                for to, of in pairs.items():
+                    target[to] = source[of]
+
+
+def _copy_on_stream(target: Tensor, source: Tensor, pairs: dict[int, int]) -> None:
+    """All pages in one call of the driver; in the stream's order."""
+    from vllm._custom_ops import swap_blocks_batch
+
+    page_bytes = target.shape[1]
+    to, of = torch.tensor([list(pairs.keys()), list(pairs.values())], dtype=torch.int64)
+    sizes = torch.full_like(to, page_bytes)
+    swap_blocks_batch(source.data_ptr() + page_bytes * of, target.data_ptr() + page_bytes * to, sizes)
+
+
+class SpillingWorker:
+    """Keeps the buffer and runs a step's copies before its forward; a mix-in of our workers."""
+
+    model_runner: Any
+    vllm_config: VllmConfig
+    host: HostBuffer | None = None
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Allocate the pool, then the buffer."""
+        super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
+        if num_pages := host_pages(self.vllm_config):
+            check_host_memory(self.vllm_config)
+            page_bytes = layout_of(self.vllm_config).page_bytes
+            storage = self.model_runner.kv_caches[0].untyped_storage()
+            pool = torch.empty(0, dtype=torch.uint8, device=self.model_runner.device).set_(storage)
+            pool = pool[: kv_cache_config.num_blocks * page_bytes].view(-1, page_bytes)
+            self.host = HostBuffer(pool, num_pages)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """A step, after its copies."""
+        if copies := getattr(scheduler_output, COPIES, None):
+            assert self.host is not None
+            self.host.run(copies)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
