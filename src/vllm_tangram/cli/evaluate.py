@@ -1,33 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``tangram eval``: what compression does to answers, non-uniform budgets beside uniform ones of the same memory."""
+"""``tangram eval``: what compression does to answers, several ways to share out the same memory side by side."""
 
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
-from vllm_tangram.cli.rendering import console, percent, table
+from vllm_tangram import __version__
+from vllm_tangram.cli.evaluate_run import ask_engines, ask_reference, digest, find_profile, make_cases, served_config
+from vllm_tangram.cli.rendering import console, finite, table
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 
-if TYPE_CHECKING:
-    from vllm_tangram.budget import RetentionProfile
-    from vllm_tangram.eval.dense import DenseModel
-    from vllm_tangram.eval.run import Answer, Evaluation
-    from vllm_tangram.eval.tasks import Case
-
-Task = Literal["needle", "kv"]
+TaskName = Literal[
+    "needle", "multikey", "multivalue", "kv", "lines", "topics", "manyshot", "dialogues", "perplexity"
+]  # those of eval.tasks.TASKS (a test checks); written out so that `tangram --help` imports nothing
 _N = TypeVar("_N", int, float)
-_Table = tuple[str, list[str], list[list[str]]]  # title, columns, rows
+_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
 
 def evaluate(
-    task: Annotated[Task, typer.Argument(help="needle: a code told once in a long text; kv: values of random keys.")],
+    task: Annotated[
+        TaskName,
+        typer.Argument(
+            help="Codes in a long text, each told once: needle (one), multikey (four), multivalue (three of a place). "
+            "kv: values of random keys. lines, topics: LongEval's. manyshot: labels that only examples explain. "
+            "dialogues: likelihood of the last reply. perplexity: of what follows a long text."
+        ),
+    ],
     model: Annotated[
         Path | None, typer.Argument(help="A checkpoint folder; the embedded model if none is given.")
     ] = None,
@@ -36,21 +40,51 @@ def evaluate(
         str, typer.Option(help="What ranks the tokens.", metavar="NAME[,NAME...]")
     ] = "streaming,knorm,keydiff,snapkv,tova,expected_attention",
     budgets: Annotated[
-        str, typer.Option(help="profile: every head its own; uniform: the same for all.", metavar="NAME[,NAME]")
-    ] = "profile,uniform",
+        str,
+        typer.Option(
+            help="profile: every head its own, static; dynamic: one threshold for all heads, anew for each context; "
+            "adakv: one for each layer; uniform: the same for all heads.",
+            metavar="NAME[,NAME...]",
+            show_default="all; with --engine profile,uniform",
+        ),
+    ] = "",
+    alphas: Annotated[str, typer.Option(help="Standard deviations of the budgets.", metavar="X[,X...]")] = str(
+        _DEFAULTS["alpha"]
+    ),
+    margins: Annotated[str, typer.Option(help="inside, on_top or both.", metavar="NAME[,NAME]")] = _DEFAULTS["margin"],
+    page_group_sizes: Annotated[str, typer.Option(help="Heads that share pages.", metavar="N[,N...]")] = str(
+        _DEFAULTS["page_group_size"]
+    ),
     samples: Annotated[int, typer.Option(help="Questions, at each length.", min=1)] = 40,
-    lengths: Annotated[str, typer.Option(help="needle: tokens of the context.", metavar="N[,N...]")] = "1024,2048,4096",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Tokens of a context (lines, topics: at most; dialogues: at least).",
+            metavar="N[,N...]",
+            show_default="what suits the task",
+        ),
+    ] = None,
     keys: Annotated[int, typer.Option(help="kv: pairs of a context.", min=4)] = 30,
+    seed: Annotated[int, typer.Option(help="Another one makes other contexts and questions.")] = 0,
     chunk_size: Annotated[
         int | None, typer.Option(help="Compress chunk by chunk, not the context at once.", show_default=False)
     ] = None,
     question_in_prompt: Annotated[
         bool, typer.Option("--question-in-prompt", help="Compress knowing the question.")
     ] = False,
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine",
+            help="Ask the real engine, and stock vLLM, instead of the dense reference: right answers only, profile and "
+            "uniform budgets, contexts of whole chunks.",
+        ),
+    ] = False,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="needle: texts to hide the code in (file, folder, .tar.gz); kv: records (.jsonl.gz).",
+            help="Texts to hide codes in or to continue (file, folder, .tar.gz); kv, lines, topics, dialogues: "
+            "records (.jsonl, .jsonl.gz).",
             show_default=False,
         ),
     ] = None,
@@ -61,58 +95,98 @@ def evaluate(
     profile_dir: Annotated[
         Path | None, typer.Option(help="Folder of NAME.SCORER.safetensors profiles.", show_default=False)
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write every answer there.", show_default=False)] = None,
+    work: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep answers there as they come (JSONL); the same command goes on with them.", show_default=False
+        ),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write figures and answers there.", show_default=False)] = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables there.", show_default=False)] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG) there.", show_default=False)] = None,
 ) -> None:
-    """Measure what compression does to answers: a context is compressed, then a question about it is asked."""
+    """Measure what compression does to answers: a context is compressed, then questions about it are asked."""
+    from vllm_tangram.cli.evaluate_report import plot as write_plot
+    from vllm_tangram.cli.evaluate_report import report, tables
     from vllm_tangram.compression import needs_gate
     from vllm_tangram.compression.gate import Gate
     from vllm_tangram.compression.shipped import find_gate
     from vllm_tangram.embedded import embedded_model
     from vllm_tangram.eval.dense import DenseModel
-    from vllm_tangram.eval.run import Evaluation, ask_in_prompt, settings
+    from vllm_tangram.eval.records import WorkFile, digest_of_cases
+    from vllm_tangram.eval.run import ask_in_prompt
+    from vllm_tangram.eval.settings import ALLOCATIONS, parse_allocations, settings
+    from vllm_tangram.eval.tasks import TASKS
 
+    for option, path in (("--json", json), ("--markdown", markdown), ("--plot", plot), ("--work", work)):
+        _check_folder(option, path)
     wanted = settings(
-        [TangramConfig.parse({"scorer": name}).scorer for name in _items(scorers)],
-        [TangramConfig.parse({"budgets": name}).budgets for name in _items(budgets)],
-        [TangramConfig.parse({"retention": value}).retention for value in _numbers("--retentions", retentions, float)],
+        _parsed("scorer", _items(scorers)),
+        list(parse_allocations(_items(budgets or ("profile,uniform" if engine else ",".join(ALLOCATIONS))))),
+        _parsed("retention", _numbers("--retentions", retentions, float)),
+        _parsed("alpha", _numbers("--alphas", alphas, float)),
+        _parsed("margin", _items(margins)),
+        _parsed("page_group_size", _numbers("--page-group-sizes", page_group_sizes, int)),
     )
-    config = TangramConfig.parse({} if chunk_size is None else {"chunk_size": chunk_size})
+    if engine and question_in_prompt:
+        raise TangramError("--question-in-prompt: leave it out with --engine, which asks after the compression")
     folder = embedded_model() if model is None else model
     dense = DenseModel.load(folder)
-    groups = _cases(task, dense, _numbers("--lengths", lengths, int), keys, samples, data)
+    kind = TASKS[task]
+    sizes = [keys] if task == "kv" else list(kind.lengths)
+    if lengths is not None and task != "kv":
+        sizes = _numbers("--lengths", lengths, int)
+    groups = make_cases(task, dense, sizes, samples, data, seed)
     if question_in_prompt:
         groups = {length: list(ask_in_prompt(cases)) for length, cases in groups.items()}
-    profiled = dict.fromkeys(setting.scorer for setting in wanted[1:] if setting.budgets == "profile")
-    found = None
+    config = TangramConfig.parse({} if chunk_size is None else {"chunk_size": chunk_size})
+    if engine:
+        config = served_config(config, wanted, groups, chunk_size, kind.likelihood)
+    scored = None
     if any(needs_gate(setting.scorer) for setting in wanted):
-        gate = find_gate(gate, dense.fingerprint)
-        found = Gate.load(gate).to(dense.device)
+        scored = Gate.load(find_gate(gate, dense.fingerprint)).to(dense.device)
     profiles = {
-        scorer: _profile(scorer, gate if needs_gate(scorer) else None, folder, dense, profile_dir)
-        for scorer in profiled
+        scorer: find_profile(scorer, scored, folder, dense, profile_dir)
+        for scorer in dict.fromkeys(setting.scorer for setting in wanted[1:] if setting.budgets != "uniform")
     }
-    evaluation = Evaluation(dense, wanted, profiles, config=config, chunked=chunk_size is not None, gate=found)
-    answers = _run(evaluation, groups)
+    setup = {
+        "version": __version__,
+        "task": task,
+        "model": dense.fingerprint,
+        "settings": [setting.name for setting in wanted],
+        "samples": samples,
+        "seed": seed,
+        "chunk_size": chunk_size,
+        "question_in_prompt": question_in_prompt,
+        "engine": engine,
+        "data": None if data is None else data.name,
+        "cases": digest_of_cases(groups),
+        "gate": None if scored is None else scored.digest(),
+        "profiles": {scorer: digest(profile) for scorer, profile in profiles.items()},
+    }
+    results = WorkFile(work, setup)
+    if engine:
+        from vllm_tangram.eval.engine import ServedModel
 
-    tables = [*_accuracy(answers), *_comparison(answers)]
+        served = ServedModel(folder, dense.num_layers, dense.num_kv_heads)
+        del dense  # the engine has its own weights
+        ask_engines(served, wanted, groups, config, profiles, results, scored)
+    else:
+        chunked = chunk_size is not None
+        ask_reference(dense, wanted, groups, config, profiles, results, scored, chunked=chunked)
+
+    unit = "pairs" if task == "kv" else "tokens"
+    made = tables(results.answers, likelihood=kind.likelihood, unit=unit)
     out = console()
-    for title, columns, rows in tables:
-        out.print(table(title, columns, rows))
+    for own in made:
+        out.print(table(own.title, own.columns, own.rows))
         out.print()
     if json is not None:
-        options = {
-            "task": task,
-            "model": str(folder),
-            "samples": samples,
-            "chunk_size": chunk_size,
-            "question_in_prompt": question_in_prompt,
-            "gate": None if gate is None else str(gate),
-            "data": None if data is None else str(data),
-        }
-        _write(json, jsonlib.dumps(options | {"answers": [asdict(answer) for answer in answers]}, indent=1))
+        _write("--json", json, jsonlib.dumps(finite(report(results.answers, setup)), indent=1, allow_nan=False))
     if markdown is not None:
-        _write(markdown, "\n".join(_as_markdown(*parts) for parts in tables))
+        _write("--markdown", markdown, "\n".join(own.markdown() for own in made))
+    if plot is not None:
+        write_plot(plot, f"{task}, {folder.name}", results.answers, likelihood=kind.likelihood, unit=unit)
 
 
 def _items(value: str) -> list[str]:
@@ -126,110 +200,19 @@ def _numbers(option: str, value: str, kind: Callable[[str], _N]) -> list[_N]:
         raise TangramError(f"{option}: {value!r} is not a list of numbers such as 1,2") from None
 
 
-def _profile(scorer: str, gate: Path | None, model: Path, dense: DenseModel, folder: Path | None) -> RetentionProfile:
-    """The profile in ``folder``, or else the one that an engine would use."""
-    from vllm_tangram.budget import RetentionProfile
-
-    if folder is None:
-        from vllm_tangram.engine.resolve import resolve_profile
-
-        config = TangramConfig.parse({"scorer": scorer, "gate": None if gate is None else str(gate)})
-        resolved = resolve_profile(config, str(model), {}).profile
-        assert resolved is not None
-        return RetentionProfile.load(resolved)
-    from vllm_tangram.compression.gate import Gate
-
-    digest = None if gate is None else Gate.load(gate).digest()
-    found = []
-    for path in sorted(folder.glob(f"*.{scorer}.safetensors")):
-        profile = RetentionProfile.load(path)
-        try:
-            profile.check(model=dense.fingerprint, scorer=scorer, gate=digest)
-        except TangramError:
-            continue
-        found.append(profile)
-    if len(found) != 1:
-        raise TangramError(
-            f"--profile-dir: {folder} has {len(found)} profiles *.{scorer}.safetensors of this model, not one; "
-            "leave the option out to use the shipped or cached one, or make one with `tangram profile`"
-        )
-    return found[0]
+def _parsed(option: str, values: Iterable[Any]) -> list[Any]:
+    """Values of an option of the engine, checked by it."""
+    return [getattr(TangramConfig.parse({option: value}), option) for value in values]
 
 
-def _cases(
-    task: Task, dense: DenseModel, lengths: Sequence[int], keys: int, samples: int, data: Path | None
-) -> dict[int, list[Case]]:
-    """Length -> cases."""
-    from vllm_tangram.eval.tasks import haystack, kv_cases, kv_records, needle_cases
-
-    if task == "needle":
-        texts = haystack(data)
-        return {length: list(needle_cases(dense.tokenizer, length, samples, texts)) for length in lengths}
-    cases = list(kv_cases(dense.tokenizer, kv_records(data, keys), samples))
-    return {max(len(case.context) for case in cases): cases}
+def _check_folder(option: str, path: Path | None) -> None:
+    """Before hours of work, not after."""
+    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        raise TangramError(f"{option}: {path} is a folder, or in one that does not exist; name a file")
 
 
-def _run(evaluation: Evaluation, groups: dict[int, list[Case]]) -> list[Answer]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    answers: list[Answer] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("contexts", total=sum(map(len, groups.values())))
-        for length, cases in groups.items():
-            for own in evaluation.answers(cases, length):
-                answers += own
-                progress.advance(bar)
-    return answers
-
-
-def _accuracy(answers: Sequence[Answer]) -> list[_Table]:
-    """A table for each length. Rows: scorer and budgets; columns: retention."""
-    from vllm_tangram.eval.run import REFERENCE, cells
-
-    results = cells(answers)
-    tables = []
-    for length in dict.fromkeys(length for length, _ in results):
-        own = {setting: cell for (other, setting), cell in results.items() if other == length}
-        full = own.pop(REFERENCE)
-        retentions = list(dict.fromkeys(setting.retention for setting in own))
-        rows: dict[str, list[str]] = {"full KV": [f"{full.correct} ({full.logprob:.2f})"] * len(retentions)}
-        for setting, cell in own.items():
-            row = rows.setdefault(f"{setting.scorer}, {setting.budgets}", [])
-            row.append(f"{cell.correct} ({cell.logprob:.2f}) {percent(cell.held)}")
-        title = f"{length} tokens: right answers of {full.count} (log-probability) and memory held"
-        columns = ["retention", *(f"{retention:g}" for retention in retentions)]
-        tables.append((title, columns, [[name, *row] for name, row in rows.items()]))
-    return tables
-
-
-def _comparison(answers: Sequence[Answer]) -> list[_Table]:
-    """Profiled minus uniform budgets, where both were asked for."""
-    from vllm_tangram.eval.run import compare
-
-    rows = [
-        [
-            scorer,
-            str(length),
-            f"{retention:g}",
-            f"+{result.gained} -{result.lost}",
-            "< 0.001" if result.p_value < 0.001 else f"{result.p_value:.3f}",
-            f"{result.logprob:+.3f} +- {result.logprob_error:.3f}",
-        ]
-        for (length, scorer, retention), result in compare(answers).items()
-    ]
-    columns = ["scorer", "tokens", "retention", "right answers", "p", "log-probability"]
-    return [("Profiled against uniform budgets: paired differences", columns, rows)] if rows else []
-
-
-def _as_markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(columns), ["---"] * len(columns), *rows]
-    return f"{title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
+def _write(option: str, path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise TangramError(f"cannot write {path}: {error.strerror or error}") from None
+        raise TangramError(f"{option}: cannot write {path}: {error.strerror or error}") from None

@@ -26,14 +26,15 @@ def print_error(message: str) -> None:
 
 def print_json(value: Mapping[str, Any]) -> None:
     """One JSON object on stdout. Numbers that JSON lacks (NaN, infinity) become null."""
-    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+    print(json.dumps(finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same JSON value with None instead of numbers that JSON lacks."""
     if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
+        return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -89,19 +89,32 @@ class DenseChunk:
             prompt_len: tokens of the whole prompt, P.
 
         """
-        end, config = self.state.num_tokens, plan.config
-        count = end - self.start
+        end = self.state.num_tokens
         kept = schedule.lengths(end, prompt_len) - schedule.lengths(self.start, prompt_len)
+        counts = torch.from_numpy(kept[plan.groups.group])
+        return self.keep(scorer, counts, sinks=plan.config.sinks, window=plan.config.window)
+
+    def keep(self, scorer: str, counts: Tensor, *, sinks: int, window: int) -> DenseState:
+        """Keep the best tokens of each head.
+
+        Args:
+            scorer: a name in ``scores``.
+            counts: ``[L, H]`` int64, tokens of the chunk that a head keeps, the protected ones included.
+            sinks: first tokens of the prompt that are kept.
+            window: last tokens of the chunk that are kept.
+
+        """
+        count = self.state.num_tokens - self.start
         retained = self.state.retained.clone()
+        retained[..., self.start :] = False
         for layer, scores in enumerate(self.scores[scorer]):
-            keep = kept[plan.groups.group[layer]].tolist()
+            keep = counts[layer].tolist()
             indices = select_tokens(
                 scores,
                 keep,
-                protect_head=max(0, min(config.sinks - self.start, count)),
-                protect_tail=min(config.window, count),
+                protect_head=max(0, min(sinks - self.start, count)),
+                protect_tail=min(window, count),
             )
-            retained[layer, :, self.start :] = False
             for head, own in enumerate(torch.split(indices, keep)):
                 retained[layer, head, self.start + own] = True
         return DenseState(self.state.keys, self.state.values, retained, self.state.logits)
@@ -192,6 +205,8 @@ class DenseModel:
         fingerprint: ``model_fingerprint`` of the checkpoint.
         num_layers: L.
         num_kv_heads: H.
+        max_tokens: longest text that the model was made for, in tokens; None if its configuration does not say.
+        vocab_size: logits per token.
 
     """
 
@@ -201,6 +216,8 @@ class DenseModel:
         self.fingerprint = fingerprint
         self.num_layers = int(fingerprint["num_hidden_layers"])
         self.num_kv_heads = int(fingerprint["num_key_value_heads"])
+        self.max_tokens: int | None = getattr(model.config, "max_position_embeddings", None)
+        self.vocab_size = int(model.config.vocab_size)
 
     @classmethod
     def load(
@@ -315,8 +332,8 @@ class DenseModel:
             logits = first if logits is None else torch.cat([first, logits], dim=1)
         assert logits is not None
         wanted = torch.tensor(answer, device=logits.device).expand(len(states), -1)
-        logprobs = logits.log_softmax(dim=-1).gather(-1, wanted[..., None])[..., 0]
-        return logprobs, logits.argmax(dim=-1) == wanted
+        chosen = logits.gather(-1, wanted[..., None])[..., 0]
+        return chosen - logits.logsumexp(dim=-1), logits.argmax(dim=-1) == wanted
 
     def generate(self, state: DenseState, count: int) -> list[int]:
         """The ``count`` next tokens by greedy decoding, end of text or not."""

@@ -1,45 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asking every question after every kind of compression, and comparing non-uniform with uniform budgets."""
+"""Asking every question after every kind of compression."""
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice, product, starmap
-from statistics import fmean, stdev
+from itertools import islice
 
-from vllm_tangram.budget import RetentionPlan, RetentionProfile
-from vllm_tangram.compression import get_scorer
+from torch import Tensor
+
+from vllm_tangram.budget import EvictionSchedule, RetentionPlan, RetentionProfile
+from vllm_tangram.compression import Scorer, get_scorer
 from vllm_tangram.compression.gate import Gate
-from vllm_tangram.config import Budgets, TangramConfig
-from vllm_tangram.eval.dense import DenseModel, DenseState
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
+from vllm_tangram.errors import TangramError
+from vllm_tangram.eval.baselines import adakv_counts, dynamic_counts
+from vllm_tangram.eval.dense import DenseChunk, DenseModel, DenseState
+from vllm_tangram.eval.settings import REFERENCE, Setting
 from vllm_tangram.eval.tasks import Case
 
-FULL = "full KV"
-BLOCK_SIZE = 32  # the engine's on the CPU
 _ROWS = 8  # settings that answer in one pass; more need more memory and are hardly faster
+_LOGITS = 1 << 27  # of all rows of a pass, at once (512 MiB)
 
-
-@dataclass(frozen=True)
-class Setting:
-    """One way to compress: row and column of the result's table.
-
-    Attributes:
-        scorer: its name; `FULL` is the reference that keeps everything.
-        budgets: "profile" or "uniform".
-        retention: fraction of full KV.
-
-    """
-
-    scorer: str
-    budgets: Budgets
-    retention: float
-
-
-REFERENCE = Setting(FULL, "uniform", 1.0)
+Oracle = Callable[[DenseModel, Sequence[int]], Tensor]
+"""Scores of a whole context that no engine could have while it reads it: tokens -> ``[L, H, T]`` float32."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +32,14 @@ class Answer:
     """One question asked after one kind of compression.
 
     Attributes:
-        length: what the context was made to measure, in tokens (or the longest of its kind).
+        length: what the context was made to measure (`eval.tasks`).
         case: number of the context.
         question: what was asked for.
         setting: how the context was compressed.
-        held: pages held by the prompt over those of full KV, padding included.
-        correct: would greedy decoding give the right answer?
+        held: memory held by the context over that of full KV; whole pages, padding included, for what the engine has.
+        kept: tokens that all heads keep of the context over all tokens.
+        tokens: of the right answer.
+        hits: how many of them are the most likely next token, given the right ones before.
         logprob: mean log-probability of the right answer's tokens.
 
     """
@@ -62,43 +49,15 @@ class Answer:
     question: str
     setting: Setting
     held: float
-    correct: bool
+    kept: float
+    tokens: int
+    hits: int
     logprob: float
 
-
-@dataclass(frozen=True)
-class Cell:
-    """The answers of one setting at one length."""
-
-    count: int
-    correct: int
-    logprob: float
-    held: float
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """The same questions with profiled and with uniform budgets, at the same memory.
-
-    Attributes:
-        gained: questions that only profiled budgets answer.
-        lost: questions that only uniform budgets answer.
-        p_value: two-sided exact sign test of ``gained`` against ``lost`` (McNemar).
-        logprob: mean difference of log-probabilities, profiled minus uniform.
-        logprob_error: its standard error.
-
-    """
-
-    gained: int
-    lost: int
-    p_value: float
-    logprob: float
-    logprob_error: float
-
-
-def settings(scorers: Sequence[str], budgets: Sequence[Budgets], retentions: Sequence[float]) -> list[Setting]:
-    """Every combination, after the reference."""
-    return [REFERENCE, *starmap(Setting, product(scorers, budgets, retentions))]
+    @property
+    def correct(self) -> bool:
+        """Would greedy decoding give the right answer?"""
+        return self.hits == self.tokens
 
 
 def ask_in_prompt(cases: Iterable[Case]) -> Iterator[Case]:
@@ -114,10 +73,11 @@ class Evaluation:
     Args:
         model: the reference.
         wanted: how to compress.
-        profiles: by scorer, of those that are to have profiled budgets.
+        profiles: by scorer; "profile" needs one, and the baselines share out the memory of its plan.
         config: options that all settings share; its chunk size counts only where ``chunked``.
-        gate: of the model, for scorers that need one.
         chunked: compress prompts chunk by chunk; else at once, whatever their length, which is much quicker.
+        gate: of the model, for scorers that need one.
+        oracles: by name, scorers that look at the whole context, also at what comes after a chunk.
 
     """
 
@@ -130,6 +90,7 @@ class Evaluation:
         config: TangramConfig,
         chunked: bool = False,
         gate: Gate | None = None,
+        oracles: Mapping[str, Oracle] | None = None,
     ) -> None:
         self.model = model
         self.wanted = wanted
@@ -137,35 +98,51 @@ class Evaluation:
         self.config = config
         self.chunked = chunked
         names = dict.fromkeys(setting.scorer for setting in wanted if setting != REFERENCE)
-        self._scorers = {name: get_scorer(name, gate) for name in names}
+        self._oracles = {name: oracle for name, oracle in (oracles or {}).items() if name in names}
+        self._scorers: dict[str, Scorer] = {name: get_scorer(name, gate) for name in names if name not in self._oracles}
         self._plan = lru_cache(maxsize=1024)(self._build_plan)
 
-    def answers(self, cases: Iterable[Case], length: int) -> Iterator[list[Answer]]:
-        """The answers of one case after another.
+    def ask(self, case: Case, length: int, number: int) -> list[Answer]:
+        """The answers to all questions about a context, after every setting.
 
         Args:
-            cases: contexts with questions.
+            case: the context with its questions.
             length: what the answers are filed under.
+            number: of the context, for the same.
 
         """
-        for number, case in enumerate(cases):
-            states = self._compressed(case.context)
-            answers = []
-            while batch := list(islice(states, _ROWS)):
-                for question in case.questions:
-                    rows = [state for _, _, state in batch]
-                    logprobs, hits = self.model.score_answer(rows, question.prompt, question.answer)
-                    answers += [
-                        Answer(length, number, question.label, setting, held, bool(hit.all()), float(logprob.mean()))
-                        for (setting, held, _), logprob, hit in zip(batch, logprobs, hits, strict=True)
-                    ]
-            yield answers
+        states = self._compressed(case.context)
+        longest = max(len(question.answer) for question in case.questions)
+        rows = max(1, min(_ROWS, _LOGITS // (longest * self.model.vocab_size)))
+        answers = []
+        while batch := list(islice(states, rows)):
+            for question in case.questions:
+                logprobs, hits = self.model.score_answer(
+                    [state for *_, state in batch], question.prompt, question.answer
+                )
+                answers += [
+                    Answer(
+                        length=length,
+                        case=number,
+                        question=question.label,
+                        setting=setting,
+                        held=held,
+                        kept=float(state.retained.float().mean()),
+                        tokens=len(question.answer),
+                        hits=int(hit.sum()),
+                        logprob=float(logprob.mean()),
+                    )
+                    for (setting, held, state), logprob, hit in zip(batch, logprobs, hits, strict=True)
+                ]
+        return answers
 
     def _compressed(self, ids: Sequence[int]) -> Iterator[tuple[Setting, float, DenseState]]:
         """Every setting, the memory it holds and what it leaves of a prompt."""
         config, in_chunks = self.config, self.chunked and len(ids) > self.config.chunk_size
+        known = {name: oracle(self.model, ids) for name, oracle in self._oracles.items()}
         scorers = [] if in_chunks else list(self._scorers.values())
-        whole = self.model.read(ids, scorers, sinks=config.sinks, window=config.window, after=self.model.empty())
+        read = self.model.read(ids, scorers, sinks=config.sinks, window=config.window, after=self.model.empty())
+        whole = DenseChunk(read.state, 0, {**read.scores, **known})
         for setting in self.wanted:
             if setting == REFERENCE:
                 yield setting, 1.0, whole.state
@@ -173,61 +150,79 @@ class Evaluation:
             plan = self._plan(setting, len(ids))
             schedule = plan.schedule(setting.retention)
             if in_chunks:
-                state = self.model.prefill(ids, self._scorers[setting.scorer], plan, schedule)
+                state = self._prefill(ids, setting, plan, schedule, known)
             else:
-                state = whole.compress(setting.scorer, plan, schedule, len(ids))
-            yield setting, plan.held_fraction(len(ids)), state
+                state = self._compress(whole, setting, plan, schedule, len(ids))
+            engines = setting.budgets in ("profile", "uniform")
+            yield setting, plan.held_fraction(len(ids)) if engines else float(state.retained.float().mean()), state
+
+    def _prefill(
+        self,
+        ids: Sequence[int],
+        setting: Setting,
+        plan: RetentionPlan,
+        schedule: EvictionSchedule,
+        known: Mapping[str, Tensor],
+    ) -> DenseState:
+        """Read and compress chunk by chunk."""
+        config, state = plan.config, self.model.empty()
+        scorers = [self._scorers[setting.scorer]] if setting.scorer in self._scorers else []
+        for start in range(0, len(ids), config.chunk_size):
+            own = ids[start : start + config.chunk_size]
+            read = self.model.read(own, scorers, sinks=config.sinks, window=config.window, after=state)
+            oracle = {name: scores[..., start : start + len(own)] for name, scores in known.items()}
+            chunk = DenseChunk(read.state, start, {**read.scores, **oracle})
+            state = self._compress(chunk, setting, plan, schedule, len(ids))
+        return state
+
+    def _compress(
+        self, chunk: DenseChunk, setting: Setting, plan: RetentionPlan, schedule: EvictionSchedule, prompt_len: int
+    ) -> DenseState:
+        """Keep what the setting leaves to each head; the baselines share out what the plan holds in all."""
+        if setting.budgets in ("profile", "uniform"):
+            return chunk.compress(setting.scorer, plan, schedule, prompt_len)
+        end, sinks, window = chunk.state.num_tokens, self.config.sinks, self.config.window
+        static = schedule.lengths(end, prompt_len) - schedule.lengths(chunk.start, prompt_len)
+        total = int(static[plan.groups.group].sum())
+        share_out = dynamic_counts if setting.budgets == "dynamic" else adakv_counts
+        scores = chunk.scores[setting.scorer]
+        protect_head, protect_tail = max(0, sinks - chunk.start), min(window, scores.shape[-1])
+        counts = share_out(scores, total, protect_head=protect_head, protect_tail=protect_tail)
+        return chunk.keep(setting.scorer, counts, sinks=sinks, window=window)
 
     def _build_plan(self, setting: Setting, tokens: int) -> RetentionPlan:
-        update = {"scorer": setting.scorer, "budgets": setting.budgets, "retention": setting.retention}
+        config = self.config
         if not self.chunked:
-            update["chunk_size"] = -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
-        return RetentionPlan(
-            self.config.model_copy(update=update),
-            self.profiles[setting.scorer] if setting.budgets == "profile" else None,
-            num_layers=self.model.num_layers,
-            num_kv_heads=self.model.num_kv_heads,
-            block_size=BLOCK_SIZE,
-            max_tokens=tokens,
-        )
+            chunk_size = -(-tokens // DEFAULT_BLOCK_SIZE) * DEFAULT_BLOCK_SIZE
+            config = config.model_copy(update={"chunk_size": chunk_size})
+        profile = self.profiles.get(setting.scorer)
+        return plan_of(setting, config, profile, (self.model.num_layers, self.model.num_kv_heads), tokens)
 
 
-def cells(answers: Iterable[Answer]) -> dict[tuple[int, Setting], Cell]:
-    """What each setting got at each length, in the order of first answers."""
-    by_cell: defaultdict[tuple[int, Setting], list[Answer]] = defaultdict(list)
-    for answer in answers:
-        by_cell[answer.length, answer.setting].append(answer)
-    return {
-        key: Cell(
-            count=len(own),
-            correct=sum(answer.correct for answer in own),
-            logprob=fmean(answer.logprob for answer in own),
-            held=fmean(answer.held for answer in own),
-        )
-        for key, own in by_cell.items()
-    }
+def plan_of(
+    setting: Setting, config: TangramConfig, profile: RetentionProfile | None, shape: tuple[int, int], tokens: int
+) -> RetentionPlan:
+    """The plan of an engine; of the baselines, that whose memory they share out: without a profile a uniform one.
 
+    Args:
+        setting: how to compress.
+        config: options that all settings share.
+        profile: of the setting's scorer; None without.
+        shape: layers and KV heads.
+        tokens: longest prompt.
 
-def compare(answers: Iterable[Answer]) -> dict[tuple[int, str, float], Comparison]:
-    """Profiled against uniform budgets by length, scorer and retention, where both were asked for."""
-    pairs: defaultdict[tuple[int, str, float], defaultdict[tuple[int, str], dict[str, Answer]]]
-    pairs = defaultdict(lambda: defaultdict(dict))
-    for answer in answers:
-        setting = answer.setting
-        pair = pairs[answer.length, setting.scorer, setting.retention][answer.case, answer.question]
-        pair[setting.budgets] = answer
-    return {
-        key: _compare([(pair["profile"], pair["uniform"]) for pair in own.values()])
-        for key, own in pairs.items()
-        if all(len(pair) == 2 for pair in own.values())
-    }
+    Raises:
+        TangramError: the profile is missing, or options do not fit each other.
 
-
-def _compare(pairs: Sequence[tuple[Answer, Answer]]) -> Comparison:
-    gained = sum(profiled.correct and not uniform.correct for profiled, uniform in pairs)
-    lost = sum(uniform.correct and not profiled.correct for profiled, uniform in pairs)
-    changed = gained + lost
-    tail = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1)) / 2**changed
-    differences = [profiled.logprob - uniform.logprob for profiled, uniform in pairs]
-    error = stdev(differences) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
-    return Comparison(gained, lost, min(1.0, 2 * tail), fmean(differences), error)
+    """
+    if profile is None and setting.budgets == "profile":
+        raise TangramError(f"budgets 'profile' of scorer {setting.scorer!r} need a retention profile")
+    profile = None if setting.budgets == "uniform" else profile
+    return RetentionPlan(
+        setting.config(config).model_copy(update={"budgets": "uniform" if profile is None else "profile"}),
+        profile,
+        num_layers=shape[0],
+        num_kv_heads=shape[1],
+        block_size=DEFAULT_BLOCK_SIZE,
+        max_tokens=tokens,
+    )

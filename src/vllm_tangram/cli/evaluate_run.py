@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``tangram eval`` asks, and of whom: cases, profiles, the dense reference, engines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm_tangram.config import TangramConfig
+from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm_tangram.budget import RetentionProfile
+    from vllm_tangram.compression.gate import Gate
+    from vllm_tangram.eval.dense import DenseModel
+    from vllm_tangram.eval.engine import ServedModel
+    from vllm_tangram.eval.records import WorkFile
+    from vllm_tangram.eval.settings import Setting
+    from vllm_tangram.eval.tasks import Case
+
+
+def find_profile(
+    scorer: str, gate: Gate | None, model: Path, dense: DenseModel, folder: Path | None
+) -> RetentionProfile:
+    """The profile in ``folder``, or else the one that an engine would use; ``gate`` is for scorers that need one."""
+    from vllm_tangram.budget import RetentionProfile
+    from vllm_tangram.compression import needs_gate
+
+    if not needs_gate(scorer):
+        gate = None
+    if folder is None:
+        from vllm_tangram.engine.resolve import resolve_profile
+
+        config = TangramConfig.parse({"scorer": scorer, "gate": None if gate is None else gate.source})
+        resolved = resolve_profile(config, str(model), {}).profile
+        assert resolved is not None
+        return RetentionProfile.load(resolved)
+    found = []
+    for path in sorted(folder.glob(f"*.{scorer}.safetensors")):
+        profile = RetentionProfile.load(path)
+        try:
+            profile.check(model=dense.fingerprint, scorer=scorer, gate=None if gate is None else gate.digest())
+        except TangramError:
+            continue
+        found.append(profile)
+    if len(found) != 1:
+        raise TangramError(
+            f"--profile-dir: {folder} has {len(found)} profiles *.{scorer}.safetensors of this model, not one; "
+            "leave the option out to use the shipped or cached one, or make one with `tangram profile`"
+        )
+    return found[0]
+
+
+def digest(profile: RetentionProfile) -> str:
+    return hashlib.sha256(profile.retentions.tobytes() + profile.kept.tobytes()).hexdigest()[:16]
+
+
+def make_cases(
+    task: str, dense: DenseModel, sizes: Sequence[int], samples: int, data: Path | None, seed: int
+) -> dict[int, list[Case]]:
+    """Length -> cases."""
+    from vllm_tangram.eval.tasks import TASKS, Request, check_lengths
+
+    groups = {}
+    for size in sizes:
+        groups[size] = list(TASKS[task].cases(Request(dense.tokenizer, size, samples, data, seed)))
+        check_lengths(groups[size], dense.max_tokens)
+    return groups
+
+
+def served_config(
+    config: TangramConfig,
+    wanted: Sequence[Setting],
+    groups: Mapping[int, Sequence[Case]],
+    chunk_size: int | None,
+    likelihood: bool,
+) -> TangramConfig:
+    """The engine's options: without a chunk size, that of the only length, so that contexts are compressed at once."""
+    from vllm_tangram.eval.engine import check_served
+
+    if likelihood:
+        raise TangramError("--engine: this task measures likelihoods, which an engine does not tell; leave it out")
+    if chunk_size is None:
+        if len(groups) != 1:
+            raise TangramError("--engine: give one of --lengths, or a --chunk-size that divides them all")
+        (length,) = groups
+        config = config.model_copy(update={"chunk_size": length})
+    check_served(wanted, groups, config)
+    return config
+
+
+def ask_reference(
+    dense: DenseModel,
+    wanted: Sequence[Setting],
+    groups: Mapping[int, Sequence[Case]],
+    config: TangramConfig,
+    profiles: Mapping[str, RetentionProfile],
+    results: WorkFile,
+    gate: Gate | None,
+    *,
+    chunked: bool,
+) -> None:
+    """Ask the dense reference what is not answered yet."""
+    from vllm_tangram.eval.run import Evaluation
+
+    evaluation = Evaluation(dense, wanted, profiles, config=config, gate=gate, chunked=chunked)
+    total = sum(map(len, groups.values()))
+    with _progress(total, len(results.done)) as advance:
+        for length, cases in groups.items():
+            for number, case in enumerate(cases):
+                if (length, number, "") not in results.done:
+                    results.add(length, number, evaluation.ask(case, length, number))
+                    advance()
+
+
+def ask_engines(
+    model: ServedModel,
+    wanted: Sequence[Setting],
+    groups: Mapping[int, Sequence[Case]],
+    config: TangramConfig,
+    profiles: Mapping[str, RetentionProfile],
+    results: WorkFile,
+    gate: Gate | None,
+) -> None:
+    """Ask one engine after the other what is not answered yet."""
+    from vllm_tangram.eval.engine import serve_cases
+
+    everything = [(length, number) for length, cases in groups.items() for number in range(len(cases))]
+    with _progress(len(everything) * len(wanted), len(results.done)) as advance:
+        for setting in wanted:
+            left = [key for key in everything if (*key, setting.name) not in results.done]
+            if not left:
+                continue
+            profile = profiles.get(setting.scorer) if setting.budgets == "profile" else None
+            for length, number, answers in serve_cases(model, setting, groups, left, config, profile, gate):
+                results.add(length, number, answers, setting.name)
+                advance()
+
+
+@contextmanager
+def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
+    """A bar on stderr; what it gives is called after every context."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("contexts", total=total, completed=done)
+        yield lambda: progress.advance(bar)
