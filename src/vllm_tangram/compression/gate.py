@@ -9,14 +9,14 @@ which takes a second pass. A gate is trained once per model to predict that scor
     score = mean over the group of 1 / (1 + sum_s exp(l_s - l))
 
 ``b`` is added once, in training as in inference (the published training code adds it twice). Published gates have an
-inner size i and S of 16. Cost per layer: O(T * D * i * (Hq + H)) time, O(T * Hq * (i + S)) float32 memory.
+inner size i and S of 16. Cost per layer: O(T * D * i * (Hq + H)) time, O(T * (D + Hq * (i + S))) float32 memory.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class GateWeights:
         """The weights by name, in a fixed order."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
-    def map(self, change: Any) -> GateWeights:
+    def map(self, change: Callable[[Tensor], Tensor]) -> GateWeights:
         """The same with ``change`` applied to every tensor."""
         return GateWeights(**{name: change(tensor) for name, tensor in self.tensors().items()})
 
