@@ -47,7 +47,7 @@ def evaluate(
     scorers: Annotated[
         str,
         typer.Option(
-            help="What ranks the tokens: those of the engine, and kvzip, which reads the context twice and has no "
+            help="What ranks the tokens: scorers of the engine, and kvzip, which reads the context twice and has no "
             "profile.",
             metavar="NAME[,NAME...]",
         ),
@@ -160,10 +160,11 @@ def evaluate(
     config = TangramConfig.parse({} if chunk_size is None else {"chunk_size": chunk_size})
     if engine:
         config = served_config(config, wanted, groups, chunk_size, kind.likelihood)
+    scored = None
     if any(needs_gate(setting.scorer) for setting in wanted):
-        gate = find_gate(gate, dense.fingerprint)
+        scored = Gate.load(find_gate(gate, dense.fingerprint)).to(dense.device)
     profiles = {
-        scorer: find_profile(scorer, gate if needs_gate(scorer) else None, folder, dense, profile_dir)
+        scorer: find_profile(scorer, scored, folder, dense, profile_dir)
         for scorer in dict.fromkeys(setting.scorer for setting in wanted[1:] if setting.budgets != "uniform")
         if scorer != KVZIP
     }
@@ -179,7 +180,7 @@ def evaluate(
         "engine": engine,
         "data": None if data is None else data.name,
         "cases": digest_of_cases(groups),
-        "gate": None if gate is None else Gate.load(gate).digest(),
+        "gate": None if scored is None else scored.digest(),
         "profiles": {scorer: digest(profile) for scorer, profile in profiles.items()},
     }
     results = WorkFile(work, setup)
@@ -188,9 +189,10 @@ def evaluate(
 
         served = ServedModel(folder, dense.num_layers, dense.num_kv_heads)
         del dense  # the engine has its own weights
-        ask_engines(served, wanted, groups, config, profiles, gate, results)
+        ask_engines(served, wanted, groups, config, profiles, results, scored)
     else:
-        ask_reference(dense, wanted, groups, config, profiles, gate, results, chunked=chunk_size is not None)
+        chunked = chunk_size is not None
+        ask_reference(dense, wanted, groups, config, profiles, results, scored, chunked=chunked)
 
     unit = "pairs" if task == "kv" else "tokens"
     made = tables(results.answers, likelihood=kind.likelihood, unit=unit)

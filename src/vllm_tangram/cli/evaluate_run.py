@@ -14,6 +14,7 @@ from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
+    from vllm_tangram.compression.gate import Gate
     from vllm_tangram.eval.dense import DenseModel
     from vllm_tangram.eval.engine import ServedModel
     from vllm_tangram.eval.records import WorkFile
@@ -26,26 +27,26 @@ KVZIP = "kvzip"
 
 
 def find_profile(
-    scorer: str, gate: Path | None, model: Path, dense: DenseModel, folder: Path | None
+    scorer: str, gate: Gate | None, model: Path, dense: DenseModel, folder: Path | None
 ) -> RetentionProfile:
-    """The profile in ``folder``, or else the one that an engine would use."""
+    """The profile in ``folder``, or else the one that an engine would use; ``gate`` is for scorers that need one."""
     from vllm_tangram.budget import RetentionProfile
+    from vllm_tangram.compression import needs_gate
 
+    if not needs_gate(scorer):
+        gate = None
     if folder is None:
         from vllm_tangram.engine.resolve import resolve_profile
 
-        config = TangramConfig.parse({"scorer": scorer, "gate": None if gate is None else str(gate)})
+        config = TangramConfig.parse({"scorer": scorer, "gate": None if gate is None else gate.source})
         resolved = resolve_profile(config, str(model), {}).profile
         assert resolved is not None
         return RetentionProfile.load(resolved)
-    from vllm_tangram.compression.gate import Gate
-
-    gate_digest = None if gate is None else Gate.load(gate).digest()
     found = []
     for path in sorted(folder.glob(f"*.{scorer}.safetensors")):
         profile = RetentionProfile.load(path)
         try:
-            profile.check(model=dense.fingerprint, scorer=scorer, gate=gate_digest)
+            profile.check(model=dense.fingerprint, scorer=scorer, gate=None if gate is None else gate.digest())
         except TangramError:
             continue
         found.append(profile)
@@ -101,25 +102,17 @@ def ask_reference(
     groups: Mapping[int, Sequence[Case]],
     config: TangramConfig,
     profiles: Mapping[str, RetentionProfile],
-    gate: Path | None,
     results: WorkFile,
+    gate: Gate | None,
     *,
     chunked: bool,
 ) -> None:
     """Ask the dense reference what is not answered yet."""
-    from vllm_tangram.compression.gate import Gate
     from vllm_tangram.eval.run import Evaluation
     from vllm_tangram.gates.targets import kvzip_scores
 
-    evaluation = Evaluation(
-        dense,
-        wanted,
-        profiles,
-        config=config,
-        chunked=chunked,
-        gate=None if gate is None else Gate.load(gate).to(dense.device),
-        oracles={KVZIP: kvzip_scores},
-    )
+    oracles = {KVZIP: kvzip_scores}
+    evaluation = Evaluation(dense, wanted, profiles, config=config, gate=gate, oracles=oracles, chunked=chunked)
     total = sum(map(len, groups.values()))
     with _progress(total, len(results.done)) as advance:
         for length, cases in groups.items():
@@ -135,8 +128,8 @@ def ask_engines(
     groups: Mapping[int, Sequence[Case]],
     config: TangramConfig,
     profiles: Mapping[str, RetentionProfile],
-    gate: Path | None,
     results: WorkFile,
+    gate: Gate | None,
 ) -> None:
     """Ask one engine after the other what is not answered yet."""
     from vllm_tangram.eval.engine import serve_cases

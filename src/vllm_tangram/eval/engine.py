@@ -26,6 +26,7 @@ from vllm_tangram.eval.tasks import Case
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
+    from vllm_tangram.compression.gate import Gate
     from vllm_tangram.engine.stepper import EngineStepper
 
 _CONTEXTS = 2  # whose full KV the pool can hold: one that runs, one whose pages are still there
@@ -90,7 +91,7 @@ def serve_cases(
     asked: Sequence[tuple[int, int]],
     config: TangramConfig,
     profile: RetentionProfile | None,
-    gate: Path | None,
+    gate: Gate | None = None,
 ) -> Iterator[tuple[int, int, list[Answer]]]:
     """Start an engine and ask it the questions of some contexts, one after the other.
 
@@ -101,7 +102,7 @@ def serve_cases(
         asked: which of them: (length, number).
         config: options that all settings share.
         profile: retention profile of the setting's scorer, saved in a file; None without.
-        gate: file of the model's gate, for scorers that need one.
+        gate: for scorers that need one, saved in a file.
 
     Yields:
         Length, number and answers of a context. An answer's hits are the tokens before the first wrong one, and
@@ -123,8 +124,8 @@ def serve_cases(
         names = {"retention", "alpha", "margin", "page_group_size", "chunk_size", "sinks", "window"}
         options |= setting.config(config).model_dump(include=names)
         options |= {"scorer": setting.scorer, "budgets": setting.budgets}
+        options["gate"] = gate.source if gate is not None and needs_gate(setting.scorer) else None
         options["profile"] = None if profile is None else profile.source
-        options["gate"] = str(gate) if needs_gate(setting.scorer) and gate is not None else None
     room = longest + config.chunk_size + 4 * DEFAULT_BLOCK_SIZE  # and a chunk's scratch pages
     name = setting.name if ours else "stock vLLM"
     with EngineProcess(name, str(model.path), ours=ours, options=options, kv_tokens=_CONTEXTS * room) as process:
