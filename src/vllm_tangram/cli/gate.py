@@ -48,7 +48,7 @@ def train(
         ),
     ] = None,
     texts: Annotated[int, typer.Option(help="Texts to use, at most; every tenth is held out.", min=10)] = 100,
-    tokens: Annotated[int, typer.Option(help="Tokens of a text, at most.", min=64)] = 1024,
+    tokens: Annotated[int, typer.Option(help="Tokens of a text that are used; cut long documents.", min=64)] = 1024,
     steps: Annotated[int, typer.Option(help="Optimiser steps of each layer.", min=1)] = 800,
     batch: Annotated[int, typer.Option(help="Tokens of a step.", min=1)] = 1000,
     optimiser: Annotated[
