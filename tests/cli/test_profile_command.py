@@ -39,6 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         )
 
     monkeypatch.setattr("vllm_tangram.engine.resolve.make_profile", make_profile)
+    monkeypatch.setattr("vllm_tangram.engine.resolve.model_identity", lambda *_: {"num_hidden_layers": -1})
     return calls
 
 
@@ -66,7 +67,8 @@ def test_the_summary_says_what_is_next(tmp_path: Path, calls: list[dict[str, Any
     assert calls[0]["source"] == "built-in pilot texts"
     assert len(calls[0]["texts"]) == 2
     assert f"tangram inspect {output}" in result.stdout
-    assert f"tangram serve some/model --profile {output} --scorer keydiff" in result.stdout
+    assert f"tangram serve some/model --profile {output}`" in result.stdout
+    assert RetentionProfile.load(output).scorer == "keydiff"  # the model has no gate
 
 
 @pytest.mark.parametrize(

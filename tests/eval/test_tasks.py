@@ -152,8 +152,10 @@ def test_manyshot_labels_follow_from_the_examples(dense: DenseModel) -> None:
             word, label = question.label.split(": ")
             assert decode(question.answer) == f" {label}"
             assert label in labels
-            assert not re.search(rf"\b{word}\b", context)  # a word that was not shown
-            assert word in decode(question.prompt)
+            sentence = decode(question.prompt).removeprefix("\nSentence: ").removesuffix("\nLabel:")
+            assert word in sentence
+            assert sentence not in shown
+            assert {own for text, own in shown.items() if re.search(rf"\b{word}\b", text)} == {label}
             kinds.setdefault(word, set()).add(label)
     assert len(kinds) > 4
 

@@ -58,27 +58,16 @@ def tables(answers: Sequence[Answer], *, likelihood: bool, unit: str = "tokens")
         rows = [
             [*_row(setting, varying), percent(cell.held), *_figures(cell, likelihood)] for setting, cell in own.items()
         ]
-        made.append(Table(f"{length} {unit}", columns, rows))
+        made.append(Table(f"{length} {unit}, with 95 % intervals", columns, rows))
     for baseline in _BASELINES:
-        columns = [
-            "scorer",
-            "budgets",
-            *_named(varying),
-            "retention",
-            unit,
-            "right answers",
-            "p",
-            "log-probability",
-            "95 %",
-        ]
+        columns = ["scorer", "budgets", *_named(varying), "retention", unit, "right", "p", "logprob"]
         rows = [
             [
                 *_row(setting, varying),
                 str(length),
                 f"+{result.gained} -{result.lost}",
                 "< 0.001" if result.p_value < 0.001 else f"{result.p_value:.3f}",
-                "-" if math.isnan(result.logprob) else f"{result.logprob:+.3f}",
-                _interval(result.logprob_interval, "{:+.3f}"),
+                _with_interval(result.logprob, result.logprob_interval, "{:+.3f}"),
             ]
             for (length, setting), (_, result) in compare(answers, baseline).items()
             # Everything beside uniform budgets, and what an engine can do beside the other baselines.
@@ -87,7 +76,7 @@ def tables(answers: Sequence[Answer], *, likelihood: bool, unit: str = "tokens")
         if rows:
             if likelihood:  # nobody answers word for word
                 columns, *rows = map(_without_counts, (columns, *rows))
-            made.append(Table(f"Against {baseline} budgets: paired differences", columns, rows))
+            made.append(Table(f"Against {baseline} budgets: paired differences, with 95 % intervals", columns, rows))
     return made
 
 
@@ -194,28 +183,31 @@ def _row(setting: Setting, varying: Sequence[str]) -> list[str]:
 
 def _columns(likelihood: bool, results: Mapping[Setting, Cell]) -> list[str]:
     count = next(iter(results.values())).count
-    if likelihood:
-        return [f"perplexity of {count} answers", "95 %", "first choice"]
-    return [f"right of {count}", "95 %", "log-probability", "95 %"]
+    return [f"perplexity of {count}", "first choice"] if likelihood else [f"right of {count}", "logprob"]
 
 
 def _figures(cell: Cell, likelihood: bool) -> list[str]:
     if likelihood:
-        ends = _interval(_perplexities(cell.logprob_interval), "{:.2f}")
-        return [f"{math.exp(-cell.logprob):.2f}", ends, percent(cell.hits)]
-    share = f"{100 * cell.share[0]:.0f} to {100 * cell.share[1]:.0f} %"
-    logprob = "-" if math.isnan(cell.logprob) else f"{cell.logprob:.2f}"
-    return [str(cell.correct), share, logprob, _interval(cell.logprob_interval, "{:.2f}")]
+        return [
+            _with_interval(math.exp(-cell.logprob), _perplexities(cell.logprob_interval), "{:.2f}"),
+            percent(cell.hits),
+        ]
+    share = f"{cell.correct} ({100 * cell.share[0]:.0f}-{100 * cell.share[1]:.0f} %)"
+    return [share, _with_interval(cell.logprob, cell.logprob_interval, "{:.2f}")]
 
 
 def _perplexities(interval: Interval) -> Interval:
     return math.exp(-interval[1]), math.exp(-interval[0])
 
 
-def _interval(interval: Interval, form: str) -> str:
-    return "-" if math.isnan(interval[0]) else " to ".join(map(form.format, interval))
+def _with_interval(value: float, interval: Interval, form: str) -> str:
+    """A figure and its interval, as far as there are any."""
+    if math.isnan(value):
+        return "-"
+    ends = "" if math.isnan(interval[0]) else f" ({' '.join(map(form.format, interval))})"
+    return form.format(value) + ends
 
 
 def _without_counts(line: Sequence[str]) -> list[str]:
     """A line of a comparison without right answers and their p."""
-    return [*line[:-4], *line[-2:]]
+    return [*line[:-3], line[-1]]

@@ -70,8 +70,9 @@ def profile(
 
     with vllm_refusals(f"{model}: "):
         path, options = model_path(model), {"dtype": dtype}
-        config = resolve_scorer(for_platform(config), model_identity(path, options))
-        made = make_profile(config, path, options, texts, source, max_tokens=max_tokens)
+        if scorer is None:
+            config = resolve_scorer(config, model_identity(path, options))
+        made = make_profile(for_platform(config), path, options, texts, source, max_tokens=max_tokens)
     made.save(output)
     report = _report(output, made)
     if json:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classification that only the examples of the context explain: labels are words without meaning."""
+"""Classification that only the examples of the context explain: kinds of words, and labels without meaning."""
 
 from __future__ import annotations
 
@@ -28,46 +28,45 @@ _SENTENCES = (
     "Every story in the book has a {} in it.", "They could not agree about the {}.", "I dreamed of the {} last night.",
 )
 # fmt: on
-_HELD_OUT = 3  # words of a kind that are asked for and never shown
 
 
 def manyshot_cases(request: Request) -> Iterator[Case]:
-    """Labelled sentences up to the length, and questions for the labels of sentences with words that were not shown.
+    """Labelled sentences up to the length, and questions for the labels of other sentences with the same words.
 
-    Each context gives the kinds of words labels of its own. The text ends with whole examples; what is missing to the
+    Each context gives the kinds of words labels of its own. There is no chat template: the questions continue the list
+    of examples, which is what small models can do. The text ends with whole examples; what is missing to the
     exact length is filled with blank lines in front of them.
 
     Raises:
         TangramError: the length does not hold one example of each kind.
 
     """
-    before, after = request.frame()
+    start = list(request.tokenizer.encode(""))  # what the model wants at the start of any text
     for index in request.contexts(QUESTIONS):
         random = Random(f"manyshot/{request.seed}/{request.length}/{index}")
         labels = random.sample(_LABELS, len(_KINDS))
-        words = [random.sample(kind, len(kind)) for kind in _KINDS]
-        head = request.ids(f"{before}Learn from the examples which label a sentence gets.\n")
+        head = start + request.ids("Every sentence gets one of the labels.\n")
         blank = request.ids("\n\n")
         examples: list[int] = []
-        number = 0
+        shown: list[tuple[int, str, str]] = []  # kind, word, sentence
         kinds: list[int] = []
         while True:
             kinds = kinds or random.sample(range(len(_KINDS)), len(_KINDS))  # every kind once before any again
             kind = kinds.pop()
-            sentence = random.choice(_SENTENCES).format(random.choice(words[kind][_HELD_OUT:]))
-            own = request.ids(f"\nSentence: {sentence}\nLabel: {labels[kind]}\n")
+            word, sentence = random.choice(_KINDS[kind]), random.choice(_SENTENCES)
+            own = request.ids(f"\nSentence: {sentence.format(word)}\nLabel: {labels[kind]}\n")
             if len(head) + len(examples) + len(own) > request.length:
                 break
             examples += own
-            number += 1
-        if number < len(_KINDS):
+            shown.append((kind, word, sentence))
+        if len(shown) < len(_KINDS):
             raise TangramError(f"--lengths: {request.length} tokens do not hold an example of each label; ask for more")
         missing = request.length - len(head) - len(examples)
         filler = (blank * missing)[:missing]
         questions = []
         for kind in random.sample(range(len(_KINDS)), request.asked(index, QUESTIONS)):
-            word = random.choice(words[kind][:_HELD_OUT])
-            sentence = random.choice(_SENTENCES).format(word)
-            prompt = f"\nWhich label does this sentence get?\n\nSentence: {sentence}{after}Label:"
+            word = random.choice([word for own, word, _ in shown if own == kind])
+            new = [sentence for sentence in _SENTENCES if (kind, word, sentence) not in shown]
+            prompt = f"\nSentence: {random.choice(new or _SENTENCES).format(word)}\nLabel:"
             questions.append(request.question(f"{word}: {labels[kind]}", prompt, f" {labels[kind]}"))
         yield Case((*head, *filler, *examples), tuple(questions))
