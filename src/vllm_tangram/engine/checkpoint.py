@@ -78,7 +78,7 @@ class Hit:
     Attributes:
         longest: the state.
         pages: the pages of it that are in the pool, from the first on.
-        spilled: the states, shortest first, whose own pages come after those and are on the host.
+        spilled: the states whose own pages come after those and are on the host.
 
     """
 

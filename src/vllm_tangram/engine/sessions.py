@@ -107,9 +107,9 @@ class SessionCache:
         spilled: list[Checkpoint] = []
         for checkpoint in self._chain(longest):
             if checkpoint.in_pool:
-                return Hit(longest, list(checkpoint.pages[: checkpoint.num_pages]), spilled[::-1])
+                return Hit(longest, list(checkpoint.pages[: checkpoint.num_pages]), spilled)
             spilled.append(checkpoint)
-        return Hit(longest, [], spilled[::-1])
+        return Hit(longest, [], spilled)
 
     def restore(self, hit: Hit, pages: Sequence[KVCacheBlock]) -> None:
         """A request got its pages: those from the host are filled in the next step, before anybody reads them.
