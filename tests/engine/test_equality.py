@@ -22,13 +22,15 @@ def prompts(token_ids: list[int]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def stock_engine(make_engine: Callable[..., Engine]) -> Engine:
-    return make_engine(stock=True, max_num_batched_tokens=CHUNK + 8, **OPTIONS)
+def start_stock(make_engine: Callable[..., Engine]) -> Callable[[], Engine]:
+    """Start stock vLLM, or give the running one: engines that were not used for long are stopped."""
+    return lambda: make_engine(stock=True, max_num_batched_tokens=CHUNK + 8, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def stock(stock_engine: Engine, prompts: list[list[int]]) -> list[Answer]:
-    answers = [stock_engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts]
+def stock(start_stock: Callable[[], Engine], prompts: list[list[int]]) -> list[Answer]:
+    engine = start_stock()
+    answers = [engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts]
     assert not any(answer.cached for answer in answers), "no prompt begins like another"
     return answers
 
@@ -73,7 +75,7 @@ def test_alone(ours: Callable[[int], Engine], prompts: list[list[int]], stock: l
 
 
 def test_a_conversation_with_reuse_is_that_of_stock_with_its_prefix_cache(
-    ours: Callable[[int], Engine], stock_engine: Engine, token_ids: list[int]
+    ours: Callable[[int], Engine], start_stock: Callable[[], Engine], token_ids: list[int]
 ) -> None:
     """Both begin each turn with what the turns before left: stock with whole blocks, ours with whole chunks."""
     engine = ours(4)
@@ -83,6 +85,7 @@ def test_a_conversation_with_reuse_is_that_of_stock_with_its_prefix_cache(
         prompts.append(history + token_ids[90_000 + 2000 * turn :][:new])
         mine += engine.ask([prompts[-1]], NEW_TOKENS)
         history = prompts[-1] + mine[-1].tokens
+    stock_engine = start_stock()
     theirs = [stock_engine.ask([prompt], NEW_TOKENS)[0] for prompt in prompts]
     assert_equal(mine, theirs, list(map(len, prompts)))
     assert [answer.cached for answer in mine] == [0, 0, 1024, 1024, 2048]
