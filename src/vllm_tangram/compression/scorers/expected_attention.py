@@ -7,14 +7,14 @@ R S R', the mean of exp(scale * q . k) is the exponential of
 
     l[j] = scale * (R m) . k_j + scale^2 / 2 * k_j' (R S R') k_j
     p    = mean over the query heads of the KV head of softmax_j(l)
-    score[h, j] = (p[h, j] + 0.01) * |v_j| / mean of |v| over the chunk
+    score[h, j] = (p[h, j] + 0.01) * |v_j|
 
 Queries before RoPE are those after it, turned back. Keys are turned by R' once instead of every S by R, which gives the
 same. The prompt's first tokens (the sinks: outliers, always kept) are left out of all sums and score above all others.
 
-The division by the head's mean |v| is ours and changes nothing within a head: the scale of values differs by layer for
-reasons that have nothing to do with importance, and heads of all layers compete for a profile (docs/quality.md).
-What statistics and the softmax are taken over is the chunk, not what earlier chunks kept.
+Where heads of all layers compete for a profile, those with large values win. That is as it should be: with norms
+relative to the head's mean, profiles are worse than uniform budgets (docs/quality.md). What statistics and the softmax
+are taken over is the chunk, not what earlier chunks kept.
 
 Defaults: 512 positions, 0.01. Cost: O(T * Hq * d^2) time, O(T * Hq * d) float32 memory, three times.
 """
@@ -33,7 +33,7 @@ _EPSILON = 0.01
 
 
 class ExpectedAttention(Scorer):
-    """Score by the attention that normal queries would pay, times the relative norm of the value."""
+    """Score by the attention that normal queries would pay, times the norm of the value."""
 
     name: ClassVar[str] = "expected_attention"
     paper: ClassVar[str] = "https://arxiv.org/abs/2510.00636"
@@ -62,8 +62,6 @@ class ExpectedAttention(Scorer):
         attention = logits.softmax(dim=-1).mean(dim=1)  # [H, n]
 
         norms = torch.linalg.vector_norm(value[first:].float(), dim=-1).T  # [H, n]
-        # Values of zeros have no mean to be relative to: all equal.
-        norms = norms / norms.mean(dim=1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
         scores[:, first:] = (attention + _EPSILON) * norms
         scores[:, :first] = scores[:, first:].amax() + 1
         return scores
