@@ -49,6 +49,14 @@ def test_a_gate_that_was_trained_here_comes_before_a_shipped_one(tmp_path: Path)
     assert find_gate(None, OTHER).parent == tmp_path / "shipped"
 
 
+def test_what_nobody_chose_is_for_the_very_weights(tmp_path: Path) -> None:
+    unknown = MODEL | {"weights": None}
+    with pytest.raises(TangramError, match="there is none of this model"):
+        find_gate(None, unknown)
+    untrained_gate(unknown).save(tmp_path / "unknown.safetensors")
+    assert find_gate(tmp_path / "unknown.safetensors", MODEL) == tmp_path / "unknown.safetensors"
+
+
 def test_the_given_gate_comes_first(tmp_path: Path) -> None:
     untrained_gate(MODEL, seed=1).save(tmp_path / "mine.safetensors")
     assert find_gate(str(tmp_path / "mine.safetensors"), MODEL) == tmp_path / "mine.safetensors"

@@ -37,8 +37,11 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
         ({"retention": 1.2}, "--retention: .*less than or equal to 1"),
         ({"retention": "much"}, "--retention: .*number"),
         ({"scorer": "magic"}, "--scorer: unknown scorer 'magic'; known: .*snapkv"),
-        ({"gate": "/no/such/gate"}, "gate .* is for scorers that are made with one, and keydiff is not"),
-        ({"scorer": "fastkvzip", "gate": "/no/such/gate"}, "there is no gate /no/such/gate"),
+        (
+            {"scorer": "keydiff", "gate": "/no/such/gate"},
+            "is for scorers that are made with one, and keydiff is not",
+        ),
+        ({"gate": "/no/such/gate"}, "there is no gate /no/such/gate"),
         ({"page_group_size": 0}, "--page-group-size: "),
         ({"page_group_size": 91}, "--page-group-size"),
         ({"chunk_size": 100}, r"--chunk-size \(100\) must be a multiple of --block-size"),

@@ -15,6 +15,7 @@ from vllm_tangram.cli.evaluate_run import (
     KVZIP,
     ask_engines,
     ask_reference,
+    default_scorers,
     digest,
     find_profile,
     make_cases,
@@ -27,6 +28,7 @@ from vllm_tangram.errors import TangramError
 TaskName = Literal[
     "needle", "multikey", "multivalue", "kv", "lines", "topics", "manyshot", "dialogues", "perplexity"
 ]  # those of eval.tasks.TASKS (a test checks); written out so that `tangram --help` imports nothing
+_SERVED = "profile,uniform"  # budgets that engines have
 _N = TypeVar("_N", int, float)
 _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
@@ -45,20 +47,21 @@ def evaluate(
     ] = None,
     retentions: Annotated[str, typer.Option(help="Shares of full KV.", metavar="X[,X...]")] = "0.5,0.25,0.1",
     scorers: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="What ranks the tokens: scorers of the engine, and kvzip, which reads the context twice and has no "
             "profile.",
             metavar="NAME[,NAME...]",
+            show_default="all that the model can have",
         ),
-    ] = "streaming,knorm,keydiff,snapkv,tova,expected_attention",
+    ] = None,
     budgets: Annotated[
         str,
         typer.Option(
             help="profile: every head its own, static; dynamic: one threshold for all heads, anew for each context; "
             "adakv: one for each layer; uniform: the same for all heads.",
             metavar="NAME[,NAME...]",
-            show_default="all; with --engine profile,uniform",
+            show_default=f"all; with --engine {_SERVED}",
         ),
     ] = "",
     alphas: Annotated[str, typer.Option(help="Standard deviations of the budgets.", metavar="X[,X...]")] = str(
@@ -133,22 +136,25 @@ def evaluate(
 
     for option, path in (("--json", json), ("--markdown", markdown), ("--plot", plot), ("--work", work)):
         _check_folder(option, path)
+    folder = embedded_model() if model is None else model
+    names = default_scorers(folder, gate) if scorers is None else _items("--scorers", scorers)
+    if gate is not None and not any(map(needs_gate, names)):
+        raise TangramError("--gate: none of --scorers is made with one; add fastkvzip")
     wanted = settings(
-        [name if name == KVZIP else _parsed("scorer", [name])[0] for name in _items(scorers)],
-        list(parse_allocations(_items(budgets or ("profile,uniform" if engine else ",".join(ALLOCATIONS))))),
+        [name if name == KVZIP else _parsed("scorer", [name])[0] for name in names],
+        list(parse_allocations(_items("--budgets", budgets or (_SERVED if engine else ",".join(ALLOCATIONS))))),
         _parsed("retention", _numbers("--retentions", retentions, float)),
         _parsed("alpha", _numbers("--alphas", alphas, float)),
-        _parsed("margin", _items(margins)),
+        _parsed("margin", _items("--margins", margins)),
         _parsed("page_group_size", _numbers("--page-group-sizes", page_group_sizes, int)),
     )
     wanted = [setting for setting in wanted if (setting.scorer, setting.budgets) != (KVZIP, "profile")]
-    if KVZIP in _items(scorers) and all(setting.scorer != KVZIP for setting in wanted):
-        raise TangramError(f"--scorers {KVZIP}: no profile can be made of it; add dynamic to --budgets")
     if engine and any(setting.scorer == KVZIP for setting in wanted):
         raise TangramError(f"--scorers {KVZIP}: leave it out with --engine; no engine can read a context twice")
+    if KVZIP in names and all(setting.scorer != KVZIP for setting in wanted):
+        raise TangramError(f"--scorers {KVZIP}: no profile can be made of it; add dynamic to --budgets")
     if engine and question_in_prompt:
         raise TangramError("--question-in-prompt: leave it out with --engine, which asks after the compression")
-    folder = embedded_model() if model is None else model
     dense = DenseModel.load(folder)
     kind = TASKS[task]
     sizes = [keys] if task == "kv" else list(kind.lengths)
@@ -208,13 +214,16 @@ def evaluate(
         write_plot(plot, f"{task}, {folder.name}", results.answers, likelihood=kind.likelihood, unit=unit)
 
 
-def _items(value: str) -> list[str]:
-    return [item.strip() for item in value.split(",") if item.strip()]
+def _items(option: str, value: str) -> list[str]:
+    items = [item.strip() for item in value.split(",") if item.strip()]
+    if not items:
+        raise TangramError(f"{option}: {value!r} names nothing")
+    return items
 
 
 def _numbers(option: str, value: str, kind: Callable[[str], _N]) -> list[_N]:
     try:
-        return [kind(item) for item in _items(value)]
+        return [kind(item) for item in _items(option, value)]
     except ValueError:
         raise TangramError(f"{option}: {value!r} is not a list of numbers such as 1,2") from None
 

@@ -26,6 +26,20 @@ KVZIP = "kvzip"
 """Scorer of the dense reference alone: it reads the context twice (`gates.targets`)."""
 
 
+def default_scorers(model: Path, gate: Path | None) -> list[str]:
+    """All scorers of the engine, but those with a gate only if there is one."""
+    from transformers import AutoConfig
+
+    from vllm_tangram.budget import model_fingerprint
+    from vllm_tangram.compression import needs_gate, scorer_names
+    from vllm_tangram.compression.shipped import known_gate
+
+    gated = gate is not None
+    if not gated and (model / "config.json").is_file():
+        gated = known_gate(model_fingerprint(AutoConfig.from_pretrained(model).to_dict(), model)) is not None
+    return [name for name in scorer_names() if gated or not needs_gate(name)]
+
+
 def find_profile(
     scorer: str, gate: Gate | None, model: Path, dense: DenseModel, folder: Path | None
 ) -> RetentionProfile:

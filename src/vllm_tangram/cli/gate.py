@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json as jsonlib
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.markup import escape
 
 from vllm_tangram.cli.rendering import console, human_bytes, percent, print_error, print_json, table
 from vllm_tangram.errors import TangramError
@@ -178,19 +178,28 @@ def _folder(model: str) -> Path:
     from vllm_tangram.embedded import embedded_model
 
     folder = embedded_model() if model == "embedded" else Path(model)
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(model))
+        except (OSError, ValueError) as error:  # what the hub's errors are
+            raise TangramError(f"there is no folder {model}, and no such model can be fetched: {error}") from None
     if not (folder / "config.json").is_file():
-        raise TangramError(f"{escape(model)} is not a checkpoint folder: it has no config.json")
+        raise TangramError(f"{model} is not a checkpoint folder: it has no config.json")
     return folder
 
 
 def _fingerprint(folder: Path) -> dict[str, Any]:
+    from transformers import AutoConfig
+
     from vllm_tangram.budget import model_fingerprint
 
     try:
-        config = jsonlib.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = AutoConfig.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise TangramError(f"cannot read {folder / 'config.json'}: {error}") from None
-    return model_fingerprint(config, folder)
+    return model_fingerprint(config.to_dict(), folder)
 
 
 def _target(output: Path | None, folder: Path) -> Path:

@@ -127,6 +127,8 @@ class Gate:
         for name, tensor in weights.tensors().items():
             if tuple(tensor.shape) != expected[name] or tensor.numel() == 0:
                 raise self._damaged(f"{name} is {list(tensor.shape)}, not {list(expected[name])}")
+            if tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise self._damaged(f"{name} is of type {str(tensor.dtype).removeprefix('torch.')}")
             if not bool(tensor.isfinite().all()):
                 raise self._damaged(f"{name} has values that are not finite")
         object.__setattr__(self, "weights", weights.map(lambda tensor: tensor.detach().float().contiguous()))
@@ -260,12 +262,26 @@ class Gate:
         except (TypeError, ValueError, OverflowError) as error:
             raise TangramError(f"gate {path} is damaged: {error}; {_ADVICE}") from None
 
+    @staticmethod
+    def model_of(path: Path) -> dict[str, Any]:
+        """Fingerprint of the model that a file's gate is for, without reading its weights.
+
+        Raises:
+            TangramError: as ``load``, as far as it shows.
+
+        """
+        header, _ = _read(path, weights=False)
+        model = header.get("model")
+        if not isinstance(model, dict):
+            raise TangramError(f"gate {path} lacks 'model'; {_ADVICE}")
+        return model
+
     def _damaged(self, reason: str) -> TangramError:
         return TangramError(f"gate {self.source} is damaged: {reason}; {_ADVICE}")
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file whose format version is known."""
+def _read(path: Path, *, weights: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file whose format version is known; without the weights no tensors."""
     if not path.is_file():
         raise TangramError(f"there is no gate {path}; make one with `tangram gate train`")
     names = [item.name for item in fields(GateWeights)]
@@ -284,7 +300,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             missing = [name for name in names if name not in file.keys()]  # noqa: SIM118 (not a dict)
             if missing:
                 raise TangramError(f"gate {path} lacks {', '.join(map(repr, missing))}; {_ADVICE}")
-            return header, {name: file.get_tensor(name) for name in names}
+            return header, {name: file.get_tensor(name) for name in names} if weights else {}
     except TangramError:
         raise
     except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:

@@ -20,10 +20,17 @@ def trained_gates() -> Path:
 
 
 def known_gate(model: Mapping[str, Any]) -> Path | None:
-    """The gate of a model that is used if none is named: one of the user's cache folder, else one of the package."""
+    """The gate of a model that is used if none is named: one of the user's cache folder, else one of the package.
+
+    Nobody chose it, so it must have been made for these very weights: a model whose weights are not known (no
+    safetensors, or not downloaded yet) has none, and neither has another fine-tune.
+    """
     for folder in (trained_gates(), FOLDER):
         for path in sorted(folder.glob("*.safetensors")):
             try:
+                weights = Gate.model_of(path).get("weights")
+                if weights is None or weights != model.get("weights"):
+                    continue
                 Gate.load(path).check(model=model)
             except TangramError:
                 continue

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_host_memory(vllm_config: VllmConfig) -> None:
-    """Refuse a buffer for sessions that the machine has no memory for, or that could hold nothing.
+    """Refuse a buffer for sessions that the machine has no memory for.
 
     Raises:
         TangramError: names the option, what was asked for, and what there is.

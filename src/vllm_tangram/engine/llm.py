@@ -37,7 +37,7 @@ class LLM(vllm.LLM):
 
     ::
 
-        llm = LLM(model, retention=0.25, scorer="keydiff", profile=None, page_group_size=4, alpha=2.0)
+        llm = LLM(model, retention=0.25, page_group_size=4, alpha=2.0)
 
     Without a profile one is made at first use and cached (``vllm_tangram.paths``). A request's own retention goes into
     ``SamplingParams(extra_args={"retention": 0.5})``.
