@@ -62,7 +62,7 @@ def test_same_inputs_as_the_dense_model(
 ) -> None:
     monkeypatch.setitem(registry, "recorder", Recorder)
     options = SMALL | {"scorer": "recorder", "budgets": "uniform", "enforce_eager": not compiled}
-    engine = make_engine(**options, max_num_batched_tokens=400)  # a step takes chunks of both prompts, or decodes one
+    engine = make_engine(**(options | {"max_num_batched_tokens": 600}))  # a step takes all chunks of both prompts
     prompts = [token_ids[start : start + count] for start, count in zip((0, 1000), PROMPT_TOKENS, strict=True)]
     engine.ask(prompts, 4)
     shown = taken()
