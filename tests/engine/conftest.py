@@ -20,6 +20,9 @@ import pytest
 from tests.engine.drive import Engine
 
 from vllm_tangram.budget import RetentionProfile
+from vllm_tangram.compression import needs_gate
+from vllm_tangram.compression.gate import Gate
+from vllm_tangram.compression.shipped import find_gate
 
 COMMON: dict[str, Any] = {"dtype": "float32", "enforce_eager": True}
 
@@ -86,6 +89,7 @@ def skewed_profile(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> 
                 sinks=4,
                 window=16,
                 chunk_size=128,
+                gate=Gate.load(find_gate(None, identity)).digest() if needs_gate(scorer) else None,
                 info={"samples": "made up"},
             ).save(path)
         return str(path)
