@@ -3,24 +3,28 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
 from vllm_tangram.budget.fingerprint import check_same_model
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import write_atomically
+from vllm_tangram.tensor_file import TensorFile
 
 FORMAT_VERSION = 1
-_METADATA_KEY = "tangram_profile"
-_TENSORS = ("retentions", "kept", "mean", "std")
-_ADVICE = "make it again with `tangram profile`"
+_FILE = TensorFile(
+    name="profile",
+    title="a retention profile",
+    key="tangram_profile",
+    version=FORMAT_VERSION,
+    tensors=("retentions", "kept", "mean", "std"),
+    command="tangram profile",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +107,6 @@ class RetentionProfile:
 
         """
         header = {
-            "format_version": FORMAT_VERSION,
             "scorer": self.scorer,
             "model": self.model,
             "sinks": self.sinks,
@@ -119,7 +122,7 @@ class RetentionProfile:
             "mean": self.mean,
             "std": self.std,
         }
-        data = to_safetensors(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
+        data = to_safetensors(tensors, metadata=_FILE.metadata(header))
         write_atomically(Path(path), data, "profile")
 
     @classmethod
@@ -132,7 +135,7 @@ class RetentionProfile:
         """
         path = Path(path)
         header, tensors = _read(path)
-        try:
+        with _FILE.parsing(path):
             profile = cls(
                 retentions=tensors["retentions"],
                 kept=tensors["kept"],
@@ -145,12 +148,6 @@ class RetentionProfile:
                 gate=None if header.get("gate") is None else str(header["gate"]),
                 source=str(path),
             )
-        except KeyError as error:
-            raise TangramError(f"profile {path} lacks {error.args[0]!r}; {_ADVICE}") from None
-        except TangramError:
-            raise
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TangramError(f"profile {path} is damaged: {error}; {_ADVICE}") from None
         for name, expected in (("mean", profile.mean), ("std", profile.std)):
             stored = tensors[name]
             if stored.shape != expected.shape or not np.allclose(stored, expected, atol=1e-6):
@@ -196,7 +193,7 @@ class RetentionProfile:
         return np.array([_mean_spearman(samples[:, level]) for level in range(len(self.retentions))])
 
     def _damaged(self, reason: str) -> TangramError:
-        return TangramError(f"profile {self.source} is damaged: {reason}; {_ADVICE}")
+        return _FILE.damaged(self.source, reason)
 
 
 def _checked_model(model: dict[str, Any]) -> dict[str, Any]:
@@ -218,27 +215,8 @@ def _frozen(values: ArrayLike, dtype: type[np.floating[Any]]) -> NDArray[Any]:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Header and tensors of a file whose format version is known."""
     if not path.is_file():
-        raise TangramError(f"--profile: there is no file {path}; {_ADVICE.replace(' again', '')}")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            text = (file.metadata() or {}).get(_METADATA_KEY)
-            if text is None:
-                raise TangramError(f"{path} is not a retention profile; {_ADVICE.replace(' again', '')}")
-            header = json.loads(text)
-            version = header["format_version"]
-            if version != FORMAT_VERSION:
-                raise TangramError(
-                    f"profile {path} has format version {version}, this vllm-tangram reads version {FORMAT_VERSION}; "
-                    "upgrade vllm-tangram, or make the profile again with `tangram profile`"
-                )
-            missing = [name for name in _TENSORS if name not in file.keys()]  # noqa: SIM118 (not a dict)
-            if missing:
-                raise TangramError(f"profile {path} lacks {', '.join(map(repr, missing))}; {_ADVICE}")
-            return header, {name: file.get_tensor(name) for name in _TENSORS}
-    except TangramError:
-        raise
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-        raise TangramError(f"profile {path} cannot be read ({error}); {_ADVICE}") from error
+        raise TangramError(f"--profile: there is no file {path}; make it with `tangram profile`")
+    return _FILE.read(path, "numpy")
 
 
 def _mean_spearman(samples: NDArray[np.float32]) -> float:

@@ -15,14 +15,12 @@ inner size i and S of 16. Cost per layer: O(T * D * i * (Hq + H)) time, O(T * (D
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
@@ -30,11 +28,9 @@ from torch.nn.functional import linear, rms_norm
 from vllm_tangram.budget.fingerprint import check_same_model
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import write_atomically
+from vllm_tangram.tensor_file import TensorFile, UnreadableFile
 
-FORMAT_VERSION = 1
-_METADATA_KEY = "tangram_gate"
 _EPSILON = 1e-6
-_ADVICE = "make it again with `tangram gate train`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +76,16 @@ class GateWeights:
         sinks = (query.transpose(0, 1).flatten(1, 2) @ self.k_base.transpose(1, 2)).logsumexp(-1)  # [H, T * group]
         sinks = sinks.view(num_heads, len(hidden), -1)
         return (own.transpose(0, 1) - sinks).sigmoid().mean(-1)
+
+
+_FILE = TensorFile(
+    name="gate",
+    title="a gate",
+    key="tangram_gate",
+    version=1,
+    tensors=tuple(item.name for item in fields(GateWeights)),
+    command="tangram gate train",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,14 +232,13 @@ class Gate:
 
         """
         header = {
-            "format_version": FORMAT_VERSION,
             "model": self.model,
             "recipe": self.recipe,
             "agreement": self.agreement,
             "info": self.info,
         }
         tensors = self.weights.map(lambda tensor: tensor.to("cpu", dtype).contiguous()).tensors()
-        data = to_safetensors(tensors, metadata={_METADATA_KEY: json.dumps(header, sort_keys=True)})
+        data = to_safetensors(tensors, metadata=_FILE.metadata(header))
         write_atomically(Path(path), data, "gate")
 
     @classmethod
@@ -246,7 +251,7 @@ class Gate:
         """
         path = Path(path)
         header, tensors = _read(path)
-        try:
+        with _FILE.parsing(path):
             return cls(
                 weights=GateWeights(**tensors),
                 model=dict(header["model"]),
@@ -255,12 +260,6 @@ class Gate:
                 info={str(name): str(text) for name, text in dict(header["info"]).items()},
                 source=str(path),
             )
-        except KeyError as error:
-            raise TangramError(f"gate {path} lacks {error.args[0]!r}; {_ADVICE}") from None
-        except TangramError:
-            raise
-        except (TypeError, ValueError, OverflowError) as error:
-            raise TangramError(f"gate {path} is damaged: {error}; {_ADVICE}") from None
 
     @staticmethod
     def model_of(path: Path) -> dict[str, Any]:
@@ -270,42 +269,23 @@ class Gate:
             TangramError: as ``load``, as far as it shows.
 
         """
-        header, _ = _read(path, weights=False)
-        model = header.get("model")
-        if not isinstance(model, dict):
-            raise TangramError(f"gate {path} lacks 'model'; {_ADVICE}")
-        return model
+        header, _ = _read(path, header_only=True)
+        with _FILE.parsing(path):
+            return dict(header["model"])
 
     def _damaged(self, reason: str) -> TangramError:
-        return TangramError(f"gate {self.source} is damaged: {reason}; {_ADVICE}")
+        return _FILE.damaged(self.source, reason)
 
 
-def _read(path: Path, *, weights: bool = True) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Header and tensors of a file whose format version is known; without the weights no tensors."""
+def _read(path: Path, *, header_only: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Header and tensors of a file whose format version is known."""
     if not path.is_file():
         raise TangramError(f"there is no gate {path}; make one with `tangram gate train`")
-    names = [item.name for item in fields(GateWeights)]
     try:
-        with safe_open(path, framework="pt") as file:
-            text = (file.metadata() or {}).get(_METADATA_KEY)
-            if text is None:
-                raise TangramError(f"{path} is not a gate; make one with `tangram gate train`")
-            header = json.loads(text)
-            version = header["format_version"]
-            if version != FORMAT_VERSION:
-                raise TangramError(
-                    f"gate {path} has format version {version}, this vllm-tangram reads version {FORMAT_VERSION}; "
-                    "upgrade vllm-tangram, or make the gate again with `tangram gate train`"
-                )
-            missing = [name for name in names if name not in file.keys()]  # noqa: SIM118 (not a dict)
-            if missing:
-                raise TangramError(f"gate {path} lacks {', '.join(map(repr, missing))}; {_ADVICE}")
-            return header, {name: file.get_tensor(name) for name in names} if weights else {}
-    except TangramError:
-        raise
-    except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
-        if path.suffix in (".pt", ".pth", ".bin"):
-            raise TangramError(
-                f"{path} is not a gate but maybe a published checkpoint: convert it with `tangram gate convert`"
-            ) from error
-        raise TangramError(f"gate {path} cannot be read ({error}); {_ADVICE}") from error
+        return _FILE.read(path, "pt", header_only=header_only)
+    except UnreadableFile as error:
+        if path.suffix not in (".pt", ".pth", ".bin"):
+            raise
+        raise TangramError(
+            f"{path} is not a gate but maybe a published checkpoint: convert it with `tangram gate convert`"
+        ) from error
