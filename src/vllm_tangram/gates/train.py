@@ -8,7 +8,6 @@ from all texts. Layers share nothing, so one layer's examples are in memory at a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +49,6 @@ def train_layer(
     recipe: Recipe,
     *,
     seed: int = 0,
-    advance: Callable[[], None] = lambda: None,
 ) -> tuple[GateWeights, list[float]]:
     """Train the gate of one layer.
 
@@ -60,7 +58,6 @@ def train_layer(
         group: query heads of a KV head.
         recipe: how.
         seed: told apart from the recipe's, such as the layer.
-        advance: called after every step (progress).
 
     Returns:
         The weights, of one layer, and the loss of every step.
@@ -88,7 +85,6 @@ def train_layer(
         optimiser.step()
         schedule.step()
         losses.append(loss.detach())
-        advance()
     return weights.map(lambda tensor: tensor.detach()), torch.stack(losses).tolist()
 
 
