@@ -77,8 +77,8 @@ def _model_options(vllm_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_scorer(config: TangramConfig, identity: dict[str, Any]) -> TangramConfig:
-    """Options with the scorer chosen, if the user left it: that of the profile or gate that was named, else Fast KVzip
-    where the model has a gate, which keeps far more answers than any other (docs/quality.md), else the default.
+    """Options with the scorer chosen, if the user left it: that of the profile that was named, else Fast KVzip where
+    the model has a gate, which keeps far more answers than any other (docs/quality.md), else the default.
 
     Args:
         config: our options.
@@ -90,10 +90,11 @@ def resolve_scorer(config: TangramConfig, identity: dict[str, Any]) -> TangramCo
     """
     if "scorer" in config.model_fields_set:
         return config
+    chosen: dict[str, str]
     if config.profile is not None:
-        scorer = RetentionProfile.load(Path(config.profile)).scorer
-    elif known_gate(identity) is not None:
-        scorer = FastKVzip.name
+        chosen = {"scorer": RetentionProfile.load(Path(config.profile)).scorer}
+    elif (gate := known_gate(identity)) is not None:
+        chosen = {"scorer": FastKVzip.name, "gate": str(gate)}
     else:
         logger.info(
             "Tangram: the model has no gate, so scorer %s; `tangram gate train MODEL` makes one, once, with which far "
@@ -101,7 +102,7 @@ def resolve_scorer(config: TangramConfig, identity: dict[str, Any]) -> TangramCo
             config.scorer,
         )
         return config
-    return TangramConfig.parse({**config.model_dump(exclude_unset=True), "scorer": scorer})
+    return TangramConfig.parse({**config.model_dump(exclude_unset=True), **chosen})
 
 
 def resolve_gate(config: TangramConfig, identity: dict[str, Any]) -> TangramConfig:
@@ -138,19 +139,20 @@ def resolve_profile(
     if config.profile is None and (config.budgets == "uniform" or config.retention == 1):
         return config
     identity = identity or model_identity(model, vllm_options)
+    gate = gate_digest(config)
     if config.profile is not None:
         path = Path(config.profile)
-        RetentionProfile.load(path).check(model=identity, scorer=config.scorer, gate=gate_digest(config))
+        RetentionProfile.load(path).check(model=identity, scorer=config.scorer, gate=gate)
     else:
-        path = _shipped(config, identity) or _cached(config, identity, model, vllm_options)
+        path = _shipped(config, identity, gate) or _cached(config, identity, gate, model, vllm_options)
     return config.model_copy(update={"profile": str(path.resolve())})
 
 
-def _shipped(config: TangramConfig, identity: dict[str, Any]) -> Path | None:
+def _shipped(config: TangramConfig, identity: dict[str, Any], gate: str | None) -> Path | None:
     for path in sorted(_SHIPPED.glob(f"*.{config.scorer}.safetensors")):
         profile = RetentionProfile.load(path)
         try:
-            profile.check(model=identity, scorer=config.scorer, gate=gate_digest(config))
+            profile.check(model=identity, scorer=config.scorer, gate=gate)
         except TangramError:
             continue
         if _same_settings(profile, config):
@@ -162,8 +164,9 @@ def _same_settings(profile: RetentionProfile, config: TangramConfig) -> bool:
     return (profile.sinks, profile.window, profile.chunk_size) == (config.sinks, config.window, config.chunk_size)
 
 
-def _cached(config: TangramConfig, identity: dict[str, Any], model: str, vllm_options: dict[str, Any]) -> Path:
-    gate = gate_digest(config)
+def _cached(
+    config: TangramConfig, identity: dict[str, Any], gate: str | None, model: str, vllm_options: dict[str, Any]
+) -> Path:
     settings = [identity, config.sinks, config.window, config.chunk_size, *([] if gate is None else [gate])]
     key = json.dumps(settings, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]
