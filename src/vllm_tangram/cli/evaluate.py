@@ -13,6 +13,7 @@ import typer
 from vllm_tangram import __version__
 from vllm_tangram.cli.evaluate_run import (
     KVZIP,
+    Experiment,
     ask_engines,
     ask_reference,
     default_scorers,
@@ -189,16 +190,16 @@ def evaluate(
         "gate": None if scored is None else scored.digest(),
         "profiles": {scorer: digest(profile) for scorer, profile in profiles.items()},
     }
+    asked = Experiment(wanted, groups, config, profiles, scored)
     results = WorkFile(work, setup)
     if engine:
         from vllm_tangram.eval.engine import ServedModel
 
         served = ServedModel(folder, dense.num_layers, dense.num_kv_heads)
         del dense  # the engine has its own weights
-        ask_engines(served, wanted, groups, config, profiles, results, scored)
+        ask_engines(served, asked, results)
     else:
-        chunked = chunk_size is not None
-        ask_reference(dense, wanted, groups, config, profiles, results, scored, chunked=chunked)
+        ask_reference(dense, asked, results, chunked=chunk_size is not None)
 
     unit = "pairs" if task == "kv" else "tokens"
     made = tables(results.answers, likelihood=kind.likelihood, unit=unit)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
+from vllm_tangram.progress import progress_bars
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
@@ -24,6 +25,26 @@ if TYPE_CHECKING:
 
 KVZIP = "kvzip"
 """Scorer of the dense reference alone: it reads the context twice (`gates.targets`)."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What is asked, after which kinds of compression.
+
+    Attributes:
+        settings: how to compress.
+        cases: contexts with questions, by length.
+        config: options that all settings share.
+        profiles: by scorer.
+        gate: of the model, for scorers that need one.
+
+    """
+
+    settings: Sequence[Setting]
+    cases: Mapping[int, Sequence[Case]]
+    config: TangramConfig
+    profiles: Mapping[str, RetentionProfile]
+    gate: Gate | None
 
 
 def default_scorers(model: Path, gate: Path | None) -> list[str]:
@@ -110,63 +131,42 @@ def served_config(
     return config
 
 
-def ask_reference(
-    dense: DenseModel,
-    wanted: Sequence[Setting],
-    groups: Mapping[int, Sequence[Case]],
-    config: TangramConfig,
-    profiles: Mapping[str, RetentionProfile],
-    results: WorkFile,
-    gate: Gate | None,
-    *,
-    chunked: bool,
-) -> None:
+def ask_reference(dense: DenseModel, asked: Experiment, results: WorkFile, *, chunked: bool) -> None:
     """Ask the dense reference what is not answered yet."""
     from vllm_tangram.eval.run import Evaluation
     from vllm_tangram.gates.targets import kvzip_scores
 
-    oracles = {KVZIP: kvzip_scores}
-    evaluation = Evaluation(dense, wanted, profiles, config=config, gate=gate, oracles=oracles, chunked=chunked)
-    total = sum(map(len, groups.values()))
-    with _progress(total, len(results.done)) as advance:
-        for length, cases in groups.items():
+    evaluation = Evaluation(
+        dense,
+        asked.settings,
+        asked.profiles,
+        config=asked.config,
+        gate=asked.gate,
+        oracles={KVZIP: kvzip_scores},
+        chunked=chunked,
+    )
+    with progress_bars() as start:
+        advance = start("contexts", sum(map(len, asked.cases.values())), len(results.done))
+        for length, cases in asked.cases.items():
             for number, case in enumerate(cases):
                 if (length, number, "") not in results.done:
                     results.add(length, number, evaluation.ask(case, length, number))
                     advance()
 
 
-def ask_engines(
-    model: ServedModel,
-    wanted: Sequence[Setting],
-    groups: Mapping[int, Sequence[Case]],
-    config: TangramConfig,
-    profiles: Mapping[str, RetentionProfile],
-    results: WorkFile,
-    gate: Gate | None,
-) -> None:
+def ask_engines(model: ServedModel, asked: Experiment, results: WorkFile) -> None:
     """Ask one engine after the other what is not answered yet."""
     from vllm_tangram.eval.engine import serve_cases
 
-    everything = [(length, number) for length, cases in groups.items() for number in range(len(cases))]
-    with _progress(len(everything) * len(wanted), len(results.done)) as advance:
-        for setting in wanted:
+    everything = [(length, number) for length, cases in asked.cases.items() for number in range(len(cases))]
+    with progress_bars() as start:
+        advance = start("contexts", len(everything) * len(asked.settings), len(results.done))
+        for setting in asked.settings:
             left = [key for key in everything if (*key, setting.name) not in results.done]
             if not left:
                 continue
-            profile = profiles.get(setting.scorer) if setting.budgets == "profile" else None
-            for length, number, answers in serve_cases(model, setting, groups, left, config, profile, gate):
+            profile = asked.profiles.get(setting.scorer) if setting.budgets == "profile" else None
+            served = serve_cases(model, setting, asked.cases, left, asked.config, profile, asked.gate)
+            for length, number, answers in served:
                 results.add(length, number, answers, setting.name)
                 advance()
-
-
-@contextmanager
-def _progress(total: int, done: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr; what it gives is called after every context."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("contexts", total=total, completed=done)
-        yield lambda: progress.advance(bar)

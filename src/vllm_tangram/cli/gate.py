@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import json as jsonlib
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +14,7 @@ import typer
 from vllm_tangram.cli.rendering import console, human_bytes, percent, print_error, print_json, table
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
+from vllm_tangram.progress import progress_bars
 
 if TYPE_CHECKING:
     from vllm_tangram.compression.gate import Gate
@@ -94,7 +93,7 @@ def train(
     recipe = Recipe(steps, batch, optimiser, learning_rate, inner, sinks, seed)
     folder = work or output.with_name(f"{output.name}.work")
     try:
-        with _progress() as progress:
+        with progress_bars() as progress:
             gate = train_gate(dense, source, folder, recipe, Shape(length=tokens), progress)
     except KeyboardInterrupt:
         print_error(f"interrupted; the same command continues with what is in {folder}")
@@ -226,18 +225,3 @@ def _device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         raise TangramError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
     return name
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-
-        def start(what: str, times: int) -> Callable[[], None]:
-            bar = progress.add_task(what, total=times)
-            return lambda: progress.advance(bar)
-
-        yield start

@@ -21,6 +21,7 @@ from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.embedded import embedded_model
 from vllm_tangram.engine.setup import fingerprint_of, gate_digest
 from vllm_tangram.errors import TangramError
+from vllm_tangram.progress import progress_bars
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -207,9 +208,6 @@ def make_profile(
         max_tokens: tokens of a sample that are used.
 
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     from vllm_tangram.engine.llm import LLM
     from vllm_tangram.engine.profiling import profile_model
 
@@ -229,16 +227,9 @@ def make_profile(
         **_model_options(vllm_options),
     )
     try:
-        columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            task = progress.add_task("profiling", total=len(texts))
-            return profile_model(
-                llm,
-                texts,
-                max_tokens=max_tokens,
-                source=source,
-                advance=lambda: progress.advance(task),
-            )
+        with progress_bars() as start:
+            advance = start("profiling", len(texts))
+            return profile_model(llm, texts, max_tokens=max_tokens, source=source, advance=advance)
     finally:
         llm.llm_engine.engine_core.shutdown()
 
