@@ -100,13 +100,7 @@ def read_dialogues(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int, l
     if not tokenizer.chat_template:
         raise TangramError("--dialogues: the model has no chat template to lay around a user's turn")
     file = _file_of(path)
-    histories = []
-    for number, line in enumerate(read_lines("--dialogues", file), 1):
-        try:
-            histories.append(_history(line))
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else error
-            raise TangramError(f"--dialogues: {file}, line {number}: {reason}") from None
+    histories = list(read_lines("--dialogues", file, _history))
     Random(0).shuffle(histories)
     chosen: list[tuple[Turn, ...]] = []
     left = limit

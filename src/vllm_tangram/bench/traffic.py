@@ -7,16 +7,17 @@ import gzip
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from vllm_tangram.bench.serving import random_prompt
 from vllm_tangram.bench.ttft import Due
 from vllm_tangram.errors import TangramError
 
+_Line = TypeVar("_Line")
 _TRACE_BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
 
 
@@ -189,12 +190,7 @@ def read_trace(path: Path, scale: float, speed: float, limit: int, longest: int)
     """
     block_tokens = max(round(scale * _TRACE_BLOCK), 1)
     found: defaultdict[tuple[int, ...], list[Recorded]] = defaultdict(list)
-    for number, line in enumerate(read_lines("--trace", path), 1):
-        try:
-            milliseconds, prompt, output, blocks = _request(line)
-        except (KeyError, TypeError, ValueError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else error
-            raise TangramError(f"--trace: {path}, line {number}: {reason}") from None
+    for milliseconds, prompt, output, blocks in read_lines("--trace", path, _request):
         tokens = min(max(round(scale * prompt), 1), block_tokens * len(blocks))
         one = Recorded(milliseconds / 1000 / speed, tokens, max(round(scale * output), 1), blocks)
         found[blocks[:2]].append(one)
@@ -217,18 +213,29 @@ def read_trace(path: Path, scale: float, speed: float, limit: int, longest: int)
     return Trace(shifted, block_tokens, options)
 
 
-def read_lines(option: str, path: Path) -> Iterable[str]:
-    """Lines of a file, gzipped if its name ends in ``.gz``.
+def read_lines(option: str, path: Path, parse: Callable[[str], _Line]) -> Iterator[_Line]:
+    """What the lines of a file say.
+
+    Args:
+        option: that named the file, for messages.
+        path: gzipped if its name ends in ``.gz``.
+        parse: a line; raises KeyError, TypeError or ValueError where it is wrong.
 
     Raises:
-        TangramError: it cannot be read; names the option.
+        TangramError: the file cannot be read, or a line is wrong.
 
     """
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
+        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise TangramError(f"{option}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            yield parse(line)
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else error
+            raise TangramError(f"{option}: {path}, line {number}: {reason}") from None
 
 
 def _request(line: str) -> tuple[float, int, int, tuple[int, ...]]:
