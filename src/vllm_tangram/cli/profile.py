@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from vllm_tangram.cli import scorer_options as opt
 from vllm_tangram.cli.rendering import console, percent, print_json, table
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
@@ -25,17 +26,8 @@ _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfi
 def profile(
     model: Annotated[str, typer.Argument(help="Path or name of a model, or the word `embedded`.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="The profile to write.", show_default=False)],
-    scorer: Annotated[
-        str | None,
-        typer.Option(
-            help="What tells important tokens from others.",
-            show_default=f"fastkvzip if the model has a gate, else {_DEFAULTS['scorer']}",
-        ),
-    ] = None,
-    gate: Annotated[
-        str | None,
-        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a known one.", metavar="FILE"),
-    ] = _DEFAULTS["gate"],
+    scorer: opt.Scorer = None,
+    gate: opt.Gate = None,
     samples: Annotated[
         Path | None,
         typer.Option(

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_tangram.cli import scorer_options as opt
 from vllm_tangram.config import Budgets, Grouping, Margin, TangramConfig
 
 _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
@@ -28,17 +29,8 @@ def serve(
     retention_floor: Annotated[
         float, typer.Option(help="Smallest retention that a request may ask for itself.")
     ] = _DEFAULTS["retention_floor"],
-    scorer: Annotated[
-        str | None,
-        typer.Option(
-            help="What tells important tokens from others.",
-            show_default=f"fastkvzip if the model has a gate, else {_DEFAULTS['scorer']}",
-        ),
-    ] = None,
-    gate: Annotated[
-        str | None,
-        typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a known one.", metavar="FILE"),
-    ] = _DEFAULTS["gate"],
+    scorer: opt.Scorer = None,
+    gate: opt.Gate = None,
     profile: Annotated[
         str | None,
         typer.Option(help="Retention profile of the model; without it one is made once and cached.", metavar="FILE"),
