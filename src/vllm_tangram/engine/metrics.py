@@ -7,6 +7,7 @@ before vLLM's loggers look at it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -78,68 +79,54 @@ class PageStats:
         return self.pages_held / self.pages_full_kv if self.pages_full_kv else None
 
 
+#: Series with one value for the pool: name, what it says, value. Totals are gauges too: with several API servers each
+#: sees some of the steps, and increments would be lost.
+_SERIES: tuple[tuple[str, str, Callable[[PageStats], float]], ...] = (
+    ("page_bytes", "Bytes of a page.", lambda stats: stats.page_bytes),
+    (
+        "kv_retained_fraction",
+        "Pages held by running requests over what full KV would hold.",
+        lambda stats: stats.kept_fraction or 0.0,
+    ),
+    ("waiting_pages", "Page need of waiting requests.", lambda stats: stats.pages_waiting),
+    ("preemptions", "Requests preempted for lack of pages since start.", lambda stats: stats.preemptions),
+    (
+        "pages_reclaimed",
+        "Pages returned before their request ended since start; the design keeps it 0.",
+        lambda stats: stats.pages_reclaimed,
+    ),
+    ("sessions", "Compressed prefixes that can be found.", lambda stats: stats.sessions),
+    (
+        "sessions_reused",
+        "Requests that began with a compressed prefix since start.",
+        lambda stats: stats.sessions_reused,
+    ),
+    ("sessions_evicted", "Compressed prefixes lost to page reuse since start.", lambda stats: stats.sessions_evicted),
+    ("sessions_spilled", "Compressed prefixes that host memory has a copy of.", lambda stats: stats.sessions_spilled),
+    (
+        "sessions_restored",
+        "Requests that began with pages from host memory since start.",
+        lambda stats: stats.sessions_restored,
+    ),
+    (
+        "host_bytes",
+        "Host memory that compressed prefixes take.",
+        lambda stats: stats.host_pages_in_use * stats.page_bytes,
+    ),
+)
+
+
 class _Gauges:
     """Prometheus series, made once per process (the registry refuses a second definition)."""
 
     _instance: _Gauges | None = None
 
     def __init__(self) -> None:
-        labels = ["model_name", "engine"]
-        self.pages = Gauge("tangram:pages", "KV pages by state.", [*labels, "state"], multiprocess_mode="mostrecent")
-        self.page_bytes = Gauge("tangram:page_bytes", "Bytes of a page.", labels, multiprocess_mode="mostrecent")
-        self.kept = Gauge(
-            "tangram:kv_retained_fraction",
-            "Pages held by running requests over what full KV would hold.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.waiting = Gauge(
-            "tangram:waiting_pages", "Page need of waiting requests.", labels, multiprocess_mode="mostrecent"
-        )
-        # Totals, but as gauges: with several API servers each sees some of the steps, and increments would be lost.
-        self.preemptions = Gauge(
-            "tangram:preemptions",
-            "Requests preempted for lack of pages since start.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.reclaimed = Gauge(
-            "tangram:pages_reclaimed",
-            "Pages returned before their request ended since start; the design keeps it 0.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.sessions = Gauge(
-            "tangram:sessions", "Compressed prefixes that can be found.", labels, multiprocess_mode="mostrecent"
-        )
-        self.sessions_reused = Gauge(
-            "tangram:sessions_reused",
-            "Requests that began with a compressed prefix since start.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.sessions_evicted = Gauge(
-            "tangram:sessions_evicted",
-            "Compressed prefixes lost to page reuse since start.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
+        def gauge(name: str, says: str, *labels: str) -> Gauge:
+            return Gauge(_PREFIX + name, says, ["model_name", "engine", *labels], multiprocess_mode="mostrecent")
 
-        self.sessions_spilled = Gauge(
-            "tangram:sessions_spilled",
-            "Compressed prefixes that host memory has a copy of.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.sessions_restored = Gauge(
-            "tangram:sessions_restored",
-            "Requests that began with pages from host memory since start.",
-            labels,
-            multiprocess_mode="mostrecent",
-        )
-        self.host_bytes = Gauge(
-            "tangram:host_bytes", "Host memory that compressed prefixes take.", labels, multiprocess_mode="mostrecent"
-        )
+        self.pages = gauge("pages", "KV pages by state.", "state")
+        self.series = [(gauge(name, says), value) for name, says, value in _SERIES]
 
     @classmethod
     def get(cls) -> _Gauges:
@@ -173,17 +160,8 @@ class TangramStatLogger(StatLoggerBase):
         gauges, labels = self.gauges, self.labels
         for state, value in (("in_use", stats.pages_in_use), ("free", stats.pages_free), ("staging", self.staging)):
             gauges.pages.labels(*labels, state).set(value)
-        gauges.page_bytes.labels(*labels).set(stats.page_bytes)
-        gauges.kept.labels(*labels).set(stats.kept_fraction or 0.0)
-        gauges.waiting.labels(*labels).set(stats.pages_waiting)
-        gauges.preemptions.labels(*labels).set(stats.preemptions)
-        gauges.reclaimed.labels(*labels).set(stats.pages_reclaimed)
-        gauges.sessions.labels(*labels).set(stats.sessions)
-        gauges.sessions_reused.labels(*labels).set(stats.sessions_reused)
-        gauges.sessions_evicted.labels(*labels).set(stats.sessions_evicted)
-        gauges.sessions_spilled.labels(*labels).set(stats.sessions_spilled)
-        gauges.sessions_restored.labels(*labels).set(stats.sessions_restored)
-        gauges.host_bytes.labels(*labels).set(stats.host_pages_in_use * stats.page_bytes)
+        for gauge, value_of in gauges.series:
+            gauge.labels(*labels).set(value_of(stats))
 
     def log_engine_initialized(self) -> None:
         """Nothing to say beyond the scheduler's own line."""
