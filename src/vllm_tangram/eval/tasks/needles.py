@@ -11,7 +11,7 @@ from pydoc_data.topics import topics
 from random import Random
 
 from vllm_tangram.errors import TangramError
-from vllm_tangram.eval.tasks.base import Case, Request
+from vllm_tangram.eval.tasks.base import Case, Question, Request
 
 KEYS = 4
 PLACES, CODES = 2, 3
@@ -38,12 +38,10 @@ def needle_cases(request: Request) -> Iterator[Case]:
     for index in range(request.count):
         random = Random(f"needle/{request.seed}/{request.length}/{index}")
         place, code = random.choice(_PLACES), _code(random)
-        needle = request.ids(f"\n\nThe access code of {place} is {code}.\n\n")
+        needle = _needle(request, place, code)
         hay = _excerpt(request, random, len(head) + len(needle))
         depth = (index + random.random()) / request.count
-        prompt = f"\n\nWhat is the access code of {place}?{after}The access code of {place} is"
-        question = request.question(f"{place} at {depth:.3f}", prompt, f" {code}")
-        yield Case(_buried(head, hay, [(depth, needle)]), (question,))
+        yield Case(_buried(head, hay, [(depth, needle)]), (_question(request, after, place, depth, code),))
 
 
 def multi_key_cases(request: Request) -> Iterator[Case]:
@@ -58,16 +56,11 @@ def multi_key_cases(request: Request) -> Iterator[Case]:
     for index in request.contexts(KEYS):
         random = Random(f"multikey/{request.seed}/{request.length}/{index}")
         codes = [(place, _code(random)) for place in random.sample(_PLACES, KEYS)]
-        needles = [request.ids(f"\n\nThe access code of {place} is {code}.\n\n") for place, code in codes]
+        needles = [_needle(request, place, code) for place, code in codes]
         hay = _excerpt(request, random, len(head) + sum(map(len, needles)))
         depths = _spread(random, KEYS)
         questions = [
-            request.question(
-                f"{place} at {depth:.3f}",
-                f"\n\nWhat is the access code of {place}?{after}The access code of {place} is",
-                f" {code}",
-            )
-            for depth, (place, code) in zip(depths, codes, strict=True)
+            _question(request, after, place, depth, code) for depth, (place, code) in zip(depths, codes, strict=True)
         ]
         asked = request.asked(index, KEYS)
         yield Case(_buried(head, hay, list(zip(depths, needles, strict=True))), tuple(questions[:asked]))
@@ -99,6 +92,16 @@ def multi_value_cases(request: Request) -> Iterator[Case]:
             questions.append(request.question(place, prompt, f" {', '.join(first)} and {last}"))
         depths = _spread(random, len(told))
         yield Case(_buried(head, hay, list(zip(depths, needles, strict=True))), tuple(questions))
+
+
+def _needle(request: Request, place: str, code: str) -> list[int]:
+    return request.ids(f"\n\nThe access code of {place} is {code}.\n\n")
+
+
+def _question(request: Request, after: str, place: str, depth: float, code: str) -> Question:
+    """What is asked for a needle; ``after`` is what the chat template puts after a user's words."""
+    prompt = f"\n\nWhat is the access code of {place}?{after}The access code of {place} is"
+    return request.question(f"{place} at {depth:.3f}", prompt, f" {code}")
 
 
 def _code(random: Random) -> str:
