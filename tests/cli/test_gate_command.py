@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gates.models import make_checkpoint
 from tests.gates.test_convert import published
+from tests.models import make_checkpoint
 from typer.testing import CliRunner
 
 from vllm_tangram.cli.app import app

@@ -10,6 +10,15 @@ from torch import Tensor
 
 from vllm_tangram.compression.gate import Gate, GateWeights
 
+#: Fingerprint of a model that there is not.
+MODEL: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "num_attention_heads": 4,
+    "hidden_size": 12,
+    "weights": "abc",
+}
+
 
 def untrained_gate(model: dict[str, Any], seed: int = 0) -> Gate:
     """A gate with random weights.

@@ -4,22 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.compression.gates import untrained_gate
+from tests.compression.gates import MODEL, untrained_gate
 
 from vllm_tangram import TangramConfig, TangramError
 from vllm_tangram.compression import shipped
 from vllm_tangram.compression.shipped import find_gate
 
-MODEL: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "num_attention_heads": 4,
-    "hidden_size": 12,
-    "weights": "abc",
-}
 OTHER = MODEL | {"weights": "xyz"}
 
 

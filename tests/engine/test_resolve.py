@@ -5,24 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.compression.gates import untrained_gate
+from tests.compression.gates import MODEL, untrained_gate
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from vllm_tangram import TangramConfig, TangramError
 from vllm_tangram.compression import shipped
 from vllm_tangram.engine.resolve import resolve_scorer
-
-MODEL: dict[str, Any] = {
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "num_attention_heads": 4,
-    "hidden_size": 12,
-    "weights": "abc",
-}
 
 
 @pytest.fixture(autouse=True)

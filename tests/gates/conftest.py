@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.gates.models import make_checkpoint
+from tests.models import make_checkpoint
 
 from vllm_tangram.eval.dense import DenseModel
 

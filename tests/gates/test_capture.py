@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.gates.models import make_checkpoint
+from tests.models import make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from vllm_tangram import TangramError
