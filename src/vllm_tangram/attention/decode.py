@@ -21,7 +21,6 @@ from vllm_tangram.attention.partition import SEGMENT, SHARE, SplitPlan
 from vllm_tangram.pages.device import DevicePages
 
 _TILE_BYTES = 32 * 1024  # keys and values of a tile
-_COMBINE_NUMBERS = 4096  # float32 numbers that a thread block takes in at once when it combines pieces
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,6 @@ def decode_attention(
         D_PADDED=head_dim_padded,
         BLOCK=block_size,
         TILE=tuning.tile,
-        COMBINE_CHUNK=max(1, _COMBINE_NUMBERS // (ratio_padded * head_dim_padded)),
         FAN=tuning.fan,
         num_warps=tuning.warps,
         num_stages=tuning.stages,

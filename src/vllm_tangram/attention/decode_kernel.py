@@ -55,7 +55,7 @@ def combine_pieces(
     RATIO_PADDED: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """Attention over pieces ``first, first + step, ...`` and its log-sum, always summed in the same order.
 
@@ -66,25 +66,33 @@ def combine_pieces(
     top = tl.full([RATIO_PADDED], -float("inf"), tl.float32)
     total = tl.zeros([RATIO_PADDED], tl.float32)
     acc = tl.zeros([RATIO_PADDED, D_PADDED], tl.float32)
-    for start in tl.range(0, count, CHUNK, num_stages=1):
-        piece = start + tl.arange(0, CHUNK)
-        row = piece_slot(first_block, first + piece * step)[:, None] * RATIO + ratio_ids[None, :]
-        wanted = (piece < count)[:, None] & (ratio_ids < RATIO)[None, :]
-        # .cg: other multiprocessors wrote these; what this one's L1 may hold is older.
-        logs = tl.load(log_sums + row, mask=wanted, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            partial + row[:, :, None] * D + dims[None, None, :],
-            mask=wanted[:, :, None] & (dims < D)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        logs = tl.where((piece < count)[:, None], logs, -float("inf"))
-        new_top = tl.maximum(top, tl.max(logs, 0))
-        weights = tl.exp2(logs - new_top[None, :])
+    for start in tl.range(0, count, AT_ONCE, num_stages=1):
+        new_top = top
+        for offset in tl.static_range(AT_ONCE):
+            wanted = ratio_ids < tl.where(start + offset < count, RATIO, 0)
+            rows = piece_slot(first_block, first + (start + offset) * step) * RATIO + ratio_ids
+            # .cg: other multiprocessors wrote these; what this one's L1 may hold is older.
+            logs = tl.load(log_sums + rows, mask=wanted, other=-float("inf"), cache_modifier=".cg")
+            new_top = tl.maximum(new_top, logs)
+        new_top = tl.where(ratio_ids < RATIO, new_top, 0.0)  # padding: no infinity less infinity
         shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 0)
-        acc = acc * shrink[:, None] + tl.sum(values * weights[:, :, None], 0)
+        total = total * shrink
+        acc = acc * shrink[:, None]
+        for offset in tl.static_range(AT_ONCE):  # unrolled: all loads are under way at once, and none waits for a sum
+            wanted = ratio_ids < tl.where(start + offset < count, RATIO, 0)
+            rows = piece_slot(first_block, first + (start + offset) * step) * RATIO + ratio_ids
+            logs = tl.load(log_sums + rows, mask=wanted, other=-float("inf"), cache_modifier=".cg")
+            values = tl.load(
+                partial + rows[:, None] * D + dims[None, :],
+                mask=wanted[:, None] & (dims < D)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            weights = tl.where(wanted, tl.exp2(logs - new_top), 0.0)
+            total += weights
+            acc += values * weights[:, None]
         top = new_top
+    total = tl.where(ratio_ids < RATIO, total, 1.0)
     return acc / total[:, None], top + tl.log2(total)
 
 
@@ -127,7 +135,6 @@ def decode_kernel(
     D_PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    COMBINE_CHUNK: tl.constexpr,
     FAN: tl.constexpr,
 ):
     """One program: one share, segment after segment; a segment's last piece also takes in and writes the new token."""
@@ -252,7 +259,7 @@ def decode_kernel(
                     RATIO_PADDED,
                     D,
                     D_PADDED,
-                    COMBINE_CHUNK,
+                    FAN,
                 )
                 ratio_ids = tl.arange(0, RATIO_PADDED)
                 ratio_real = ratio_ids < RATIO
@@ -280,7 +287,7 @@ def decode_kernel(
                             RATIO_PADDED,
                             D,
                             D_PADDED,
-                            COMBINE_CHUNK,
+                            FAN,
                         )
                         tl.store(output_rows, whole, mask=joined_real)
         first_block, pieces = next_block, next_pieces

@@ -50,6 +50,8 @@ _MODEL_OPTIONS = (
     "load_format",
     "seed",
 )
+# Of these a profile's engine only wants to be allowed to start where the served one is: its pool is stated in bytes.
+_START_OPTIONS = ("gpu_memory_utilization",)
 
 
 def model_path(name: str) -> str:
@@ -225,6 +227,7 @@ def make_profile(
         enforce_eager=True,
         **ours,
         **_model_options(vllm_options),
+        **{name: vllm_options[name] for name in _START_OPTIONS if vllm_options.get(name) is not None},
     )
     try:
         with progress_bars() as start:
