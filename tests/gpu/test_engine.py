@@ -131,7 +131,10 @@ def test_every_layer_equals_a_dense_masked_reference(
                 assert torch.equal(stays.cpu().nonzero()[:, 1], chosen), "not what select_tokens chooses"
                 if scorer not in ("expected_attention", "fastkvzip"):  # which also see what is not recorded here
                     again = get_scorer(scorer).score(
-                        q.cpu().float(), k.cpu().float(), v.cpu().float(), chunk.context(plan.config, dim**-0.5)
+                        q.cpu().float(),
+                        k.cpu().float(),
+                        v.cpu().float(),
+                        chunk.context(plan.config, dim**-0.5, layer=layer),
                     )
                     on_cpu = select_tokens(again, keep.tolist(), protect_head=head, protect_tail=tail)
                     common = sum(

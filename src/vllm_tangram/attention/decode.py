@@ -41,6 +41,10 @@ class DecodeBatch:
     pages: DevicePages
 
 
+#: Pieces that may be combined at once: few where heads are cut into many, for then the combination is much of the time.
+FANS = (8, 16)
+
+
 @dataclass(frozen=True)
 class Tuning:
     """How the kernel is built; results agree up to rounding.
@@ -49,20 +53,20 @@ class Tuning:
         tile: tokens taken in at once, a power of two from 16.
         warps: warps of a thread block.
         stages: tiles under way, the one being worked on included.
-        fan: pieces that are combined at once, a power of two from 2.
+        fan: pieces that are combined at once, a power of two from 2; None for what suits the batch, of `FANS`.
 
     """
 
     tile: int
     warps: int = 4
     stages: int = 3
-    fan: int = 8
+    fan: int | None = None
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tuning:
-        """Tiles of at most 64 tokens and 32 KiB; few warps, which wait less for each other, if registers allow."""
+        """Tiles of at most 64 tokens and 32 KiB."""
         fitting = _TILE_BYTES // (2 * triton.next_power_of_2(head_dim) * dtype.itemsize)
-        return cls(tile=max(16, min(64, fitting)), warps=2 if head_dim <= 128 else 4)
+        return cls(tile=max(16, min(64, fitting)))
 
 
 class SplitScratch:
@@ -142,6 +146,8 @@ def decode_attention(
         )
     if plan.tile != tuning.tile:
         raise ValueError(f"the plan counts tiles of {plan.tile} tokens, the kernel of {tuning.tile}")
+    few, many = FANS
+    fan = tuning.fan or (few if plan.num_blocks >= few * num_rows * num_heads else many)
     pages = batch.pages
     head_dim_padded, ratio_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(ratio)
     return decode_kernel[(plan.num_blocks,)](
@@ -158,7 +164,7 @@ def decode_attention(
         D_PADDED=head_dim_padded,
         BLOCK=block_size,
         TILE=tuning.tile,
-        FAN=tuning.fan,
+        FAN=fan,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )

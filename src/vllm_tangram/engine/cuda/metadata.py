@@ -251,7 +251,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         assert runner is not None
         packed = np.zeros((1, _HEADER + 2 * runner.plan.num_groups), np.int32)
         packed[0, 2] = -1
-        chunk = Chunk(first=0, num_tokens=num_tokens, position=num_tokens, request=0)
+        chunk = Chunk(first=0, num_tokens=num_tokens, position=0, request=0)
         starts = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * num_tokens
         rows = self._rows(async_tensor_h2d(packed, device=self.device), num_tokens)
         wave = Wave((chunk,), rows, scored=(chunk,), histories=(History(0, starts, 1),))

@@ -114,7 +114,9 @@ class TangramGPUModelRunner(GPUModelRunner):
         """Compile the prefill kernels for chunks of any size; the prompts of vLLM's own warm-up have two tokens."""
         layer = self.compilation_config.static_forward_context[self.kv_cache_config.kv_cache_groups[0].layer_names[0]]
         builder = self.attn_groups[0][0].get_metadata_builder(0)
-        for num_tokens in sizes_to_compile(self.max_num_tokens):
+        # No chunk is longer than this, and a scorer may know no position beyond the model's.
+        longest = min(self.max_num_tokens, self.plan.config.chunk_size, self.max_model_len)
+        for num_tokens in sizes_to_compile(longest):
             query, key, value, output = (
                 torch.zeros(num_tokens, heads, layer.head_size, dtype=self.dtype, device=self.device)
                 for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_tangram.attention.decode import DecodeBatch, SplitScratch, Tuning, decode_attention
+from vllm_tangram.attention.decode import FANS, DecodeBatch, SplitScratch, Tuning, decode_attention
 from vllm_tangram.attention.partition import SplitPlan, resident_blocks
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ class DecodeSplits:
         head_dim, heads = config.get_head_size(), groups.group.shape[1]
         ratio = int(config.get_num_attention_heads(parallel) // config.get_num_kv_heads(parallel))
         members = np.stack([groups.group, groups.column], axis=-1).astype(np.int32)
-        tile = Tuning.default(head_dim, runner.dtype).tile
+        tuning = Tuning.default(head_dim, runner.dtype)
         on_device = torch.from_numpy(members).to(runner.device)
 
         def plan(max_rows: int, blocks: int, *, even: bool = False) -> SplitPlan:
-            return SplitPlan(on_device, max_rows, blocks, tile, even=even)
+            return SplitPlan(on_device, max_rows, blocks, tuning.tile, even=even)
 
         def rows(num_heads: int) -> Tensor:
             return torch.zeros(1, num_heads, head_dim, dtype=runner.dtype, device=runner.device)
@@ -56,17 +57,21 @@ class DecodeSplits:
             batch = DecodeBatch(nobody, torch.zeros_like(nobody), nobody[None], runner.pages)
             nothing = plan(1, heads)
             nothing.make(batch)
-            kernel = decode_attention(
-                *(rows(heads * ratio), rows(heads), rows(heads)),
-                torch.zeros(1, groups.size, runner.plan.block_size, 2 * head_dim, dtype=runner.dtype).to(runner.device),
-                rows(heads * ratio),
-                batch=batch,
-                plan=nothing,
-                layer=0,
-                scratch=SplitScratch(heads, ratio, head_dim, runner.device),
-                scale=1.0,
-            )
-            num_blocks = resident_blocks(kernel, runner.device)
+            kernels = [
+                decode_attention(
+                    *(rows(heads * ratio), rows(heads), rows(heads)),
+                    rows(2 * groups.size * runner.plan.block_size).view(1, groups.size, -1, 2 * head_dim),
+                    rows(heads * ratio),
+                    batch=batch,
+                    plan=nothing,
+                    layer=0,
+                    scratch=SplitScratch(heads, ratio, head_dim, runner.device),
+                    scale=1.0,
+                    tuning=replace(tuning, fan=fan),
+                )
+                for fan in FANS
+            ]
+            num_blocks = min(resident_blocks(kernel, runner.device) for kernel in kernels)
         even = os.environ.get(SWITCH) == "0"
         self.plan = plan(runner.max_num_reqs, num_blocks, even=even)
         self.scratch = SplitScratch(self.plan.shares.shape[1], ratio, head_dim, runner.device)
