@@ -131,7 +131,7 @@ def profile_model(
         retentions=np.array(PROFILE_RETENTIONS),
         kept=np.array(kept, np.float32),
         scorer=config.scorer,
-        model=fingerprint_of(vllm_config.model_config),
+        model=fingerprint_of(vllm_config.model_config, vllm_config.load_config),
         sinks=config.sinks,
         window=config.window,
         chunk_size=config.chunk_size,

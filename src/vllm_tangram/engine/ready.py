@@ -60,7 +60,8 @@ def ready_options(
     }
     plan_of(vllm_config)
     check_spill(vllm_config)
-    identity = fingerprint_of(vllm_config.model_config)
+    with vllm_refusals(f"{model}: "):
+        identity = fingerprint_of(vllm_config.model_config, vllm_config.load_config)
     config = resolve_gate(resolve_scorer(config, identity), identity)
     config = resolve_profile(config, model, given, identity)
     options = engine_options(config, given)

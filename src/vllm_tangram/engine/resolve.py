@@ -65,12 +65,13 @@ def model_path(name: str) -> str:
 
 
 def model_identity(model: str, vllm_options: dict[str, Any]) -> dict[str, Any]:
-    """Fingerprint of a model that is not loaded yet."""
-    return fingerprint_of(_model_config(model, vllm_options))
+    """Fingerprint of a model that is not loaded yet; weights of the hub are fetched."""
+    arguments = _engine_args(model, vllm_options)
+    return fingerprint_of(arguments.create_model_config(), arguments.create_load_config())
 
 
-def _model_config(model: str, vllm_options: dict[str, Any]) -> ModelConfig:
-    return EngineArgs(model=model, **_model_options(vllm_options)).create_model_config()
+def _engine_args(model: str, vllm_options: dict[str, Any]) -> EngineArgs:
+    return EngineArgs(model=model, **_model_options(vllm_options))
 
 
 def _model_options(vllm_options: dict[str, Any]) -> dict[str, Any]:
@@ -211,7 +212,7 @@ def make_profile(
     from vllm_tangram.engine.llm import LLM
     from vllm_tangram.engine.profiling import profile_model
 
-    served = _model_config(model, vllm_options)
+    served = _engine_args(model, vllm_options).create_model_config()
     longest = min(max_tokens + 2, served.max_model_len)
     ours = config.model_dump(include={"scorer", "gate", "sinks", "window", "chunk_size"})
     llm = LLM(
