@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +12,13 @@ from rich.markup import escape
 
 from vllm_tangram.cli import scorer_options as opt
 from vllm_tangram.cli.rendering import console, percent, print_json, table
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
+    from vllm_tangram.pilot import Sample
 
 _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
@@ -29,13 +29,14 @@ def profile(
     scorer: opt.Scorer = None,
     gate: opt.Gate = None,
     samples: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help='Pilot texts, one JSON object a line with "text", "prompt" or "messages"; without it built-in ones.',
+            help='Pilot texts, one JSON object a line with "text", "prompt" or "messages", and maybe a "domain"; else '
+            "a file is a domain. May be repeated. Without it built-in texts of five domains.",
             metavar="FILE.jsonl",
         ),
     ] = None,
-    num_samples: Annotated[int, typer.Option(help="Samples to run, at most.", min=1)] = 50,
+    num_samples: Annotated[int, typer.Option(help="Samples to run, at most; of all domains alike.", min=1)] = 50,
     max_tokens: Annotated[int, typer.Option(help="Tokens of a sample that are used.", min=1)] = 2048,
     sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
     window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
@@ -54,7 +55,7 @@ def profile(
             f"{2 * (sinks + window)}"
         )
     check_target(output, "--output")  # now, not after minutes of work
-    texts, source = _texts(samples, num_samples)
+    texts, source = _samples(samples or [], num_samples, max_tokens)
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
     from vllm_tangram.engine.options import for_platform, vllm_refusals
@@ -73,17 +74,30 @@ def profile(
         _print(report, model)
 
 
-def _texts(samples: Path | None, most: int) -> tuple[list[str], str]:
-    """Pilot texts, and what the profile says about where they come from."""
-    from vllm_tangram.pilot import load_samples, pilot_texts
+def _samples(files: list[Path], most: int, max_tokens: int) -> tuple[list[Sample], str]:
+    """Pilot samples of all domains alike, and what the profile says about where they come from."""
+    from vllm_tangram import pilot
 
-    if samples is None:
-        return pilot_texts(most), "built-in pilot texts"
-    return load_samples(samples)[:most], samples.name
+    if not files:
+        characters = max(pilot.MIN_CHARACTERS, round(max_tokens * pilot.CHARACTERS_PER_TOKEN))
+        return pilot.pilot_samples(most, characters=characters), pilot.BUILT_IN
+    samples = [sample for file in files for sample in pilot.load_samples(file)]
+    return pilot.mixture(samples, most), ", ".join(file.name for file in files)
 
 
 def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:
-    spread = profile.mean.reshape(len(profile.retentions), -1)
+    from vllm_tangram.cli.stability import stability_report
+
+    members = profile.num_layers * profile.num_kv_heads
+    served = TangramConfig.parse(
+        {
+            "chunk_size": profile.chunk_size,
+            "sinks": profile.sinks,
+            "window": profile.window,
+            "page_group_size": min(members, _DEFAULTS["page_group_size"]),
+        }
+    )
+    spread = profile.mean.reshape(len(profile.retentions), members)
     return {
         "file": str(path),
         "scorer": profile.scorer,
@@ -93,31 +107,24 @@ def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:
         "kv_heads": profile.num_kv_heads,
         "info": profile.info,
         "kept": [
-            {
-                "retention": float(level),
-                "min": float(row.min()),
-                "max": float(row.max()),
-                "rank_correlation": float(rank),
-            }
-            for level, row, rank in zip(profile.retentions, spread, profile.rank_stability(), strict=True)
+            {"retention": float(level), "min": float(row.min()), "max": float(row.max())}
+            for level, row in zip(profile.retentions, spread, strict=True)
         ],
+        **stability_report(profile, served, DEFAULT_BLOCK_SIZE),
     }
 
 
 def _print(report: dict[str, Any], model: str) -> None:
+    from vllm_tangram.cli.stability import print_stability
+
     out = console()
-    rows = [
-        (*(percent(row[name]) for name in ("retention", "min", "max")), _correlation(row["rank_correlation"]))
-        for row in report["kept"]
-    ]
+    rows = [tuple(percent(row[name]) for name in ("retention", "min", "max")) for row in report["kept"]]
     title = (
         f"{report['layers']} layers of {report['kv_heads']} KV heads, {report['samples']} samples, {report['scorer']}"
     )
-    out.print(table(title, ("retention", "least of a head", "most of a head", "rank correlation"), rows))
+    out.print(table(title, ("retention", "least of a head", "most of a head"), rows))
+    out.print()
+    print_stability(out, report, **{name: _DEFAULTS[name] for name in ("retention", "alpha", "margin")})
     path = escape(report["file"])
     out.print(f"\nWrote {path}. See it with `tangram inspect {path}`,")
     out.print(f"serve with `tangram serve {escape(model)} --profile {path}`.")
-
-
-def _correlation(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "-"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_tangram.budget import RetentionProfile, rank_stability
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.host import check_host_memory
@@ -71,6 +72,9 @@ def ready_options(
         logger.info("Tangram: gate %s", config.gate)
     if config.profile is not None:
         logger.info("Tangram: retention profile %s", config.profile)
+        stability = rank_stability(RetentionProfile.load(config.profile), config.retention)
+        if config.budgets == "profile" and (warning := stability.warning()) is not None:
+            logger.warning("Tangram: %s.", warning)
     return options
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ logger = init_logger("vllm.tangram")  # vLLM shows only what is logged below its
 EMBEDDED = "embedded"
 PILOT_SAMPLES = 50
 PILOT_TOKENS = 2048
+_LAST_BREATH = 60.0  # seconds
 _SHIPPED = Path(__file__).parent.parent / "profiles"
 # vLLM options that decide which model is served, and how it computes: a profile is made with the same.
 _MODEL_OPTIONS = (
@@ -184,7 +186,8 @@ def _cached(
             PILOT_SAMPLES,
             path,
         )
-        make_profile(config, model, vllm_options, pilot.pilot_texts(PILOT_SAMPLES), "built-in pilot texts").save(path)
+        samples = pilot.pilot_samples(PILOT_SAMPLES)
+        make_profile(config, model, vllm_options, samples, pilot.BUILT_IN).save(path)
     RetentionProfile.load(path).check(model=identity, scorer=config.scorer, gate=gate)
     return path
 
@@ -193,28 +196,36 @@ def make_profile(
     config: TangramConfig,
     model: str,
     vllm_options: dict[str, Any],
-    texts: list[str],
+    samples: list[pilot.Sample],
     source: str,
     *,
     max_tokens: int = PILOT_TOKENS,
 ) -> RetentionProfile:
     """Start an engine at retention 1, run the samples with a progress bar, and stop the engine.
 
+    No other engine runs meanwhile, and it has ended when this returns: a model that fits once can be profiled. Beside
+    the model it takes the KV of one sample and one chunk's scores of all layers.
+
     Args:
         config: names scorer, gate, sinks, window and chunk size.
         model: path or name.
         vllm_options: vLLM's options, of which those that decide what is computed are used.
-        texts: pilot samples.
+        samples: pilot texts and their domains.
         source: where they come from, for the file.
         max_tokens: tokens of a sample that are used.
 
+    Raises:
+        TangramError: a sample is too short; no engine was started.
+
     """
     from vllm_tangram.engine.llm import LLM
-    from vllm_tangram.engine.profiling import profile_model
+    from vllm_tangram.engine.profiling import pilot_prompts, profile_model
 
     served = _engine_args(model, vllm_options).create_model_config()
+    prompts = pilot_prompts(samples, served, config, max_tokens)
     longest = min(max_tokens + 2, served.max_model_len)
     ours = config.model_dump(include={"scorer", "gate", "sinks", "window", "chunk_size"})
+    others = set(active_children())
     llm = LLM(
         model,
         retention=1.0,
@@ -229,10 +240,13 @@ def make_profile(
     )
     try:
         with progress_bars() as start:
-            advance = start("profiling", len(texts))
-            return profile_model(llm, texts, max_tokens=max_tokens, source=source, advance=advance)
+            advance = start("profiling", len(samples))
+            domains = tuple(sample.domain for sample in samples)
+            return profile_model(llm, prompts, domains=domains, source=source, advance=advance)
     finally:
         llm.llm_engine.engine_core.shutdown()
+        for process in set(active_children()) - others:  # vLLM kills a slow one, and does not wait for that
+            process.join(_LAST_BREATH)
 
 
 def _full_kv_bytes(model: ModelConfig, num_tokens: int, chunk_size: int) -> int:
