@@ -37,7 +37,7 @@ def test_samples_know_their_domain() -> None:
 
 
 def test_longer_texts_begin_with_the_shorter_ones() -> None:
-    for short, long in zip(pilot_samples(5), pilot_samples(5, characters=3 * MIN_CHARACTERS), strict=True):
+    for short, long in zip(pilot_samples(5), pilot_samples(5, tokens=3 * 2048), strict=True):
         assert len(long.text) >= 3 * MIN_CHARACTERS
         assert long.text.startswith(short.text)
 

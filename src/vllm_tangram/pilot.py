@@ -21,7 +21,7 @@ MIN_CHARACTERS = 14_000
 BUILT_IN = "built-in pilot texts"
 """What a profile says of them."""
 
-CHARACTERS_PER_TOKEN = MIN_CHARACTERS / 2048
+_MIN_TOKENS = 2048
 
 _NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kavya", "Lior")
 _CITIES = ("Accra", "Bergen", "Cusco", "Dakar", "Esbjerg", "Fukuoka", "Galway", "Hanoi", "Izmir", "Jaipur", "Kyiv")
@@ -52,12 +52,14 @@ class Sample(NamedTuple):
     domain: str
 
 
-def pilot_samples(count: int, seed: int = 0, characters: int = MIN_CHARACTERS) -> list[Sample]:
+def pilot_samples(count: int, seed: int = 0, tokens: int = _MIN_TOKENS) -> list[Sample]:
     """Make ``count`` samples of five domains in turn: prose, code, records, dialogue, and documents with instructions.
 
-    Each has at least ``characters`` characters. The same seed gives the same texts on the same Python version, sample
-    i does not depend on ``count``, and a longer text begins with the shorter one.
+    Each has at least `MIN_CHARACTERS` characters, and in proportion more where more than 2048 ``tokens`` are asked for.
+    The same seed gives the same texts on the same Python version, sample i does not depend on ``count``, and a longer
+    text begins with the shorter one.
     """
+    characters = MIN_CHARACTERS * max(tokens, _MIN_TOKENS) // _MIN_TOKENS
     domains = list(_DOMAINS)
     samples = []
     for i in range(count):

@@ -92,10 +92,12 @@ def test_files_and_lines_are_domains_of_a_mixture(tmp_path: Path, calls: list[di
     assert report["stability"][0]["between_domains"] < 0.8
 
 
-def test_built_in_texts_are_as_long_as_asked_for(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
-    options = ["--num-samples", "1", "--max-tokens", "8192"]
+@pytest.mark.parametrize("option", ["--max-tokens", "--chunk-size"])
+def test_built_in_texts_are_as_long_as_asked_for(tmp_path: Path, calls: list[dict[str, Any]], option: str) -> None:
+    options = ["--num-samples", "1", option, "8192"]
     result = CliRunner().invoke(app, ["profile", "some/model", "-o", str(tmp_path / "p"), *options])
     assert result.exit_code == 0, result.output
+    assert calls[0]["max_tokens"] == 8192
     assert len(calls[0]["samples"][0].text) >= 4 * MIN_CHARACTERS
 
 

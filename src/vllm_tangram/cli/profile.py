@@ -15,10 +15,10 @@ from vllm_tangram.cli.rendering import console, percent, print_json, table
 from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
+from vllm_tangram.pilot import BUILT_IN, load_samples, mixture, pilot_samples
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
-    from vllm_tangram.pilot import Sample
 
 _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
@@ -37,7 +37,10 @@ def profile(
         ),
     ] = None,
     num_samples: Annotated[int, typer.Option(help="Samples to run, at most; of all domains alike.", min=1)] = 50,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of a sample that are used.", min=1)] = 2048,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sample that are used.", min=1, show_default="a chunk, and at least 2048"),
+    ] = None,
     sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
     window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
     chunk_size: Annotated[
@@ -49,40 +52,33 @@ def profile(
     """Run pilot texts through a model and write what each of its heads keeps: a retention profile."""
     given = {"scorer": scorer, "gate": gate, "sinks": sinks, "window": window, "chunk_size": chunk_size}
     config = TangramConfig.parse({name: value for name, value in given.items() if value is not None})
-    if max_tokens < 2 * (sinks + window):
+    if max_tokens is not None and max_tokens < 2 * (sinks + window):
         raise TangramError(
             f"--max-tokens {max_tokens} leaves nothing to choose from: give at least twice --sinks + --window = "
             f"{2 * (sinks + window)}"
         )
     check_target(output, "--output")  # now, not after minutes of work
-    texts, source = _samples(samples or [], num_samples, max_tokens)
+    own = [sample for file in samples or [] for sample in load_samples(file)]
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
     from vllm_tangram.engine.options import for_platform, vllm_refusals
-    from vllm_tangram.engine.resolve import make_profile, model_identity, model_path, resolve_scorer
+    from vllm_tangram.engine.resolve import make_profile, model_identity, model_path, pilot_tokens, resolve_scorer
 
     with vllm_refusals(f"{model}: "):
         path, options = model_path(model), {"dtype": dtype}
         if scorer is None:
             config = resolve_scorer(config, model_identity(path, options))
-        made = make_profile(for_platform(config), path, options, texts, source, max_tokens=max_tokens)
+        config = for_platform(config)
+        tokens = max_tokens or pilot_tokens(config)
+        taken = mixture(own, num_samples) if own else pilot_samples(num_samples, tokens=tokens)
+        source = ", ".join(file.name for file in samples or []) or BUILT_IN
+        made = make_profile(config, path, options, taken, source, max_tokens=tokens)
     made.save(output)
     report = _report(output, made)
     if json:
         print_json(report)
     else:
         _print(report, model)
-
-
-def _samples(files: list[Path], most: int, max_tokens: int) -> tuple[list[Sample], str]:
-    """Pilot samples of all domains alike, and what the profile says about where they come from."""
-    from vllm_tangram import pilot
-
-    if not files:
-        characters = max(pilot.MIN_CHARACTERS, round(max_tokens * pilot.CHARACTERS_PER_TOKEN))
-        return pilot.pilot_samples(most, characters=characters), pilot.BUILT_IN
-    samples = [sample for file in files for sample in pilot.load_samples(file)]
-    return pilot.mixture(samples, most), ", ".join(file.name for file in files)
 
 
 def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:

@@ -31,7 +31,7 @@ logger = init_logger("vllm.tangram")  # vLLM shows only what is logged below its
 
 EMBEDDED = "embedded"
 PILOT_SAMPLES = 50
-PILOT_TOKENS = 2048
+_PILOT_TOKENS = 2048
 _LAST_BREATH = 60.0  # seconds
 _SHIPPED = Path(__file__).parent.parent / "profiles"
 # vLLM options that decide which model is served, and how it computes: a profile is made with the same.
@@ -186,10 +186,18 @@ def _cached(
             PILOT_SAMPLES,
             path,
         )
-        samples = pilot.pilot_samples(PILOT_SAMPLES)
+        samples = pilot.pilot_samples(PILOT_SAMPLES, tokens=pilot_tokens(config))
         make_profile(config, model, vllm_options, samples, pilot.BUILT_IN).save(path)
     RetentionProfile.load(path).check(model=identity, scorer=config.scorer, gate=gate)
     return path
+
+
+def pilot_tokens(config: TangramConfig) -> int:
+    """Tokens of a pilot sample: a whole chunk, because what a head keeps depends on how many compete.
+
+    (docs/quality.md, "Longer prompts": KeyDiff's ranking of heads in one chunk of 8192 tokens is another than in 2048.)
+    """
+    return max(config.chunk_size, _PILOT_TOKENS)
 
 
 def make_profile(
@@ -199,7 +207,7 @@ def make_profile(
     samples: list[pilot.Sample],
     source: str,
     *,
-    max_tokens: int = PILOT_TOKENS,
+    max_tokens: int | None = None,
 ) -> RetentionProfile:
     """Start an engine at retention 1, run the samples with a progress bar, and stop the engine.
 
@@ -212,7 +220,7 @@ def make_profile(
         vllm_options: vLLM's options, of which those that decide what is computed are used.
         samples: pilot texts and their domains.
         source: where they come from, for the file.
-        max_tokens: tokens of a sample that are used.
+        max_tokens: tokens of a sample that are used; None: ``pilot_tokens``.
 
     Raises:
         TangramError: a sample is too short; no engine was started.
@@ -222,6 +230,7 @@ def make_profile(
     from vllm_tangram.engine.profiling import pilot_prompts, profile_model
 
     served = _engine_args(model, vllm_options).create_model_config()
+    max_tokens = max_tokens or pilot_tokens(config)
     prompts = pilot_prompts(samples, served, config, max_tokens)
     longest = min(max_tokens + 2, served.max_model_len)
     ours = config.model_dump(include={"scorer", "gate", "sinks", "window", "chunk_size"})
