@@ -88,7 +88,7 @@ def train(
     source = (
         Source(training_texts(texts, seed), "built-in training texts")
         if data is None
-        else Source(load_samples(data)[:texts], data.name)
+        else Source([sample.text for sample in load_samples(data)[:texts]], data.name)
     )
     dense = DenseModel.load(model_folder, device=usable_device(device))
     recipe = Recipe(steps, batch, optimiser, learning_rate, inner, sinks, seed)
