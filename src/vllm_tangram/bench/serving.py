@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 STOCK = "stock"
 _VOCABULARY = range(100, 10_000)  # token ids that every model has; which ones does not matter to the time
-# An environment variable because the engine reads it where only developers look: switching the map off is an ablation.
+# An environment variable because the engine reads it where only developers look: even pieces are an ablation.
 _NO_SPLIT_MAP = {"TANGRAM_SPLIT_MAP": "0"}
 _QUICK_START = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # building that sampler takes minutes; greedy decoding has no use
 
@@ -48,8 +48,9 @@ class Engine:
         """``stock``, a retention, or ``RETENTION/STEP`` where STEP is a step of the paper's ablation (Figure 10).
 
         The steps add one technique each: ``unified`` has budgets alone, in pages of all heads of a layer; ``groups``
-        has pages of head groups; ``splits`` has the split map too. All give every head the same budget: with a margin
-        "inside", unified pages would hold no more, but keep less of the heads that matter. So theirs is "on_top".
+        has pages of head groups; ``splits`` has equal shares for all thread blocks too. All give every head the same
+        budget: with a margin "inside", unified pages would hold no more, but keep less of the heads that matter. So
+        theirs is "on_top".
 
         Raises:
             TangramError: it is none of these.

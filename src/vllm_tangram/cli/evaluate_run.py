@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING
 
 from vllm_tangram.config import TangramConfig
@@ -148,17 +149,22 @@ def ask_reference(dense: DenseModel, asked: Experiment, results: WorkFile, *, ch
     with progress_bars() as start:
         advance = start("contexts", sum(map(len, asked.cases.values())), len(results.done))
         for length, cases in asked.cases.items():
-            for number, case in enumerate(cases):
+            for number in mixed(len(cases)):
                 if (length, number, "") not in results.done:
-                    results.add(length, number, evaluation.ask(case, length, number))
+                    results.add(length, number, evaluation.ask(cases[number], length, number))
                     advance()
+
+
+def mixed(count: int) -> list[int]:
+    """Cases in an order in which those asked so far are like all: tasks make them by depth, or as a file has them."""
+    return Random(0).sample(range(count), count)
 
 
 def ask_engines(model: ServedModel, asked: Experiment, results: WorkFile) -> None:
     """Ask one engine after the other what is not answered yet."""
     from vllm_tangram.eval.engine import serve_cases
 
-    everything = [(length, number) for length, cases in asked.cases.items() for number in range(len(cases))]
+    everything = [(length, number) for length, cases in asked.cases.items() for number in mixed(len(cases))]
     with progress_bars() as start:
         advance = start("contexts", len(everything) * len(asked.settings), len(results.done))
         for setting in asked.settings:
