@@ -26,6 +26,7 @@ from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.compression import get_scorer, select_tokens
 from vllm_tangram.compression.rope import Rope
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.cuda import splits
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention
 from vllm_tangram.engine.cuda.metadata import HeadGroupMetadataBuilder
 from vllm_tangram.engine.cuda.splits import DecodeSplits
@@ -280,6 +281,20 @@ def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(4):
         engine.step([most, two, one])
     assert [request.computed for request in (most, two, one)] == [2 * CHUNK + 4, 4 * CHUNK - 7, 2 * CHUNK + 2]
+
+
+def test_as_many_blocks_as_fit_of_every_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is asked for each kernel that a batch may use, and the plan must fit them all."""
+    answers = iter((7, 5))
+    monkeypatch.setattr(splits, "resident_blocks", lambda kernel, device: next(answers))
+    engine = Engine(4, "keydiff")
+    made = DecodeSplits(engine.runner)
+    assert next(answers, None) is None
+    assert made.plan.num_blocks == 5
+    assert len(made.scratch.arrived) == 10
+    monkeypatch.setenv(splits.SWITCH, "0")
+    made = DecodeSplits(engine.runner, num_blocks=5)
+    assert len(made.scratch.arrived) == 2 * SLOTS * HEADS  # a block for each head of the largest batch
 
 
 @pytest.mark.parametrize("scorer", ["keydiff", "expected_attention"])
