@@ -7,6 +7,7 @@ from vllm_tangram.budget.grouping import HeadGroups, group_members
 from vllm_tangram.budget.plan import RetentionPlan
 from vllm_tangram.budget.profile import FORMAT_VERSION, RetentionProfile
 from vllm_tangram.budget.schedule import EvictionSchedule, build_schedule
+from vllm_tangram.budget.sharding import Sharding
 
 __all__ = [
     "FORMAT_VERSION",
@@ -15,6 +16,7 @@ __all__ = [
     "HeadGroups",
     "RetentionPlan",
     "RetentionProfile",
+    "Sharding",
     "build_schedule",
     "check_same_model",
     "group_members",
