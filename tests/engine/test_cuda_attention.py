@@ -119,6 +119,7 @@ class Engine:
         self.free = np.random.default_rng(2).permutation(np.arange(1, 400)).tolist()
         self.runner: Any = SimpleNamespace(
             plan=self.plan,
+            groups=groups,
             pages=self.pages,
             flat=torch.zeros(SLOTS, 4 * num_groups * MAX_LEN // BLOCK, dtype=torch.int32),
             requests=torch.full((SLOTS,), -1, dtype=torch.int32),

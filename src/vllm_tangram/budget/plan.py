@@ -134,8 +134,9 @@ class RetentionPlan:
         return -(-self.groups.group.size * -(-num_tokens // self.block_size) // self.groups.page_members)
 
     def held_fraction(self, num_tokens: int, retention: float | None = None) -> float:
-        """Memory of a prompt of ``num_tokens >= 1`` over that of full KV, both in whole blocks and on all ranks together;
-        padding counts as held.
+        """Memory of a prompt of ``num_tokens >= 1`` over that of full KV, both in whole blocks; padding counts as held.
+
+        Both are those of all ranks together.
 
         Args:
             num_tokens: length of the prompt.

@@ -45,8 +45,8 @@ class Sharding:
         heads, size = self.num_kv_heads, self.tensor_parallel_size
         if heads % size and size % heads:
             raise TangramError(
-                f"--tensor-parallel-size {size} does not fit the model's {heads} KV heads: it must divide them, or be a "
-                "multiple of them"
+                f"--tensor-parallel-size {size} does not fit the model's {heads} KV heads: "
+                "it must divide their number, or be a multiple of it"
             )
 
     @property

@@ -16,7 +16,7 @@ from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCP
 from vllm_tangram.engine.cpu.generator import RewindableGenerator
 from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.scoring import LayerScorer
-from vllm_tangram.engine.setup import plan_of, staging_pages
+from vllm_tangram.engine.setup import groups_of, plan_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.table import PageTable, compile_kernels
 
@@ -53,13 +53,14 @@ class TangramCPUModelRunner(CPUModelRunner):
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
         plan = self.plan = plan_of(self.vllm_config)
+        groups = groups_of(self.vllm_config)
 
         def implement(index: int, stock: Any, scorer: LayerScorer) -> HeadGroupCPUAttention:
             return HeadGroupCPUAttention(
                 stock,
                 index=index,
-                group=plan.groups.group[index],
-                column=plan.groups.column[index],
+                group=groups.group[index],
+                column=groups.column[index],
                 block_size=plan.block_size,
                 dtype=self.model_config.dtype,
                 config=plan.config,

@@ -60,29 +60,29 @@ class DecodeSplits:
 
     @cached_property
     def shares(self) -> np.ndarray:
-        """``[L, H]``, fraction of the longest prompt that each member holds at the server's retention."""
+        """``[L, H]`` of this rank, fraction of the longest prompt that each member holds at the server's retention."""
         plan = self.runner.plan
         kept = plan.schedule(plan.config.retention).kept[-1]
-        return np.maximum(kept, 1)[plan.groups.group] / max(int(kept.max()), 1)
+        return np.maximum(kept, 1)[self.runner.groups.group] / max(int(kept.max()), 1)
 
     @cached_property
     def resident(self) -> int:
         """Thread blocks of the decode kernel that the device runs at once, asked of the driver for this very model."""
         runner = self.runner
         plan, device, dtype = runner.plan, runner.device, runner.dtype
-        heads, head_dim = plan.groups.group.shape[1], runner.model_config.get_head_size()
+        groups, head_dim = runner.groups, runner.model_config.get_head_size()
+        heads = groups.group.shape[1]
 
         def rows(num_heads: int) -> Tensor:
             return torch.zeros(1, num_heads, head_dim, dtype=dtype, device=device)
 
-        groups = plan.groups
         first = np.ones(heads, np.int32), np.ones(heads), groups.group[0], groups.column[0]
         nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
         kernel = decode_attention(
             rows(heads * self._ratio),
             rows(heads),
             rows(heads),
-            torch.zeros(1, plan.groups.size, plan.block_size, 2 * head_dim, dtype=dtype, device=device),
+            torch.zeros(1, groups.size, plan.block_size, 2 * head_dim, dtype=dtype, device=device),
             rows(heads * self._ratio),
             batch=DecodeBatch(nobody, torch.zeros_like(nobody), nobody[None], runner.pages),
             work=torch.from_numpy(work_list(*first, num_rows=1)).to(device),
@@ -92,7 +92,7 @@ class DecodeSplits:
         return resident_blocks(kernel, device)
 
     def _lists(self, num_rows: int) -> list[np.ndarray]:
-        groups = self.runner.plan.groups
+        groups = self.runner.groups
         if self._enabled:
             return plan_work(self.shares, groups.group, groups.column, num_rows, self.resident)
         ones = np.ones(self.shares.shape, np.int32)
