@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_pp_group
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_tangram.engine.admission import retention_of
@@ -52,6 +53,10 @@ class TangramCPUModelRunner(CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
+        if not get_pp_group().is_first_rank:  # vLLM makes this in its warm-up, which it leaves out in eager mode
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
         plan = self.plan = plan_of(self.vllm_config)
         groups = groups_of(self.vllm_config)
 
