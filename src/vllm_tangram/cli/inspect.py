@@ -90,7 +90,7 @@ def _parse_lengths(values: list[str]) -> list[int]:
 def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths: list[int]) -> dict[str, Any]:
     import numpy as np
 
-    from vllm_tangram.cli.summary import head_budgets, over_allocations, prompt_cost
+    from vllm_tangram.cli.summary import head_budgets, over_allocations, over_allocations_by_ranks, prompt_cost
 
     budgets = head_budgets(profile, plan)
     smallest, largest = float(budgets.min()), float(budgets.max())
@@ -121,6 +121,9 @@ def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths:
             "spread": largest / smallest if smallest > 0 else float("inf"),
         },
         "over_allocation": over_allocations(budgets, plan.groups.size),
+        "over_allocation_by_tensor_parallel_size": over_allocations_by_ranks(
+            budgets, plan.groups.size, config.grouping
+        ),
         "stability": [
             {"retention": float(level), "rank_correlation": float(correlation)}
             for level, correlation in zip(profile.retentions, profile.rank_stability(), strict=True)
@@ -159,6 +162,15 @@ def _print(report: dict[str, Any]) -> None:
             f"{report['grouping']})",
             list(report["over_allocation"]),
             [[f"{factor:.3f}" for factor in report["over_allocation"].values()]],
+        )
+    )
+    out.print()
+    by_ranks = report["over_allocation_by_tensor_parallel_size"]
+    out.print(
+        table(
+            f"The same ({report['grouping']}), by tensor parallel size",
+            [str(size) for size in by_ranks],
+            [[f"{factor:.3f}" for factor in by_ranks.values()]],
         )
     )
     out.print()

@@ -189,17 +189,17 @@ _REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--decode-context-parallel-size",
-        "tokens of a head are not split over ranks",
+        "each rank keeps whole heads, so that a head's tokens are chosen in one place",
         _is_set("parallel_config.decode_context_parallel_size", 1),
     ),
     Refusal(
         "--prefill-context-parallel-size",
-        "tokens of a head are not split over ranks",
+        "each rank keeps whole heads, so that a head's tokens are chosen in one place",
         _is_set("parallel_config.prefill_context_parallel_size", 1),
     ),
     Refusal(
         "--data-parallel-size",
-        "the front end does not yet know which engine's pool a request will use; run one server per engine",
+        "the front end does not know which replica's pool a request will use; run one server per replica",
         _is_set("parallel_config.data_parallel_size", 1),
     ),
     Refusal("--enable-dbo", "a step is not split into microbatches", _is_set("parallel_config.enable_dbo", False)),

@@ -39,7 +39,7 @@ def mean_over_ranks(vllm_config: VllmConfig) -> Callable[[Tensor], Tensor]:
         return alone
 
     def mean(values: Tensor) -> Tensor:
-        total: Tensor = tensor_model_parallel_all_reduce(values)
+        total: Tensor = tensor_model_parallel_all_reduce(values.clone())  # gloo adds in place
         return total / size
 
     return mean
