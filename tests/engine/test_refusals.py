@@ -74,6 +74,7 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
         ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes 1048576 is too small"),
         ({"session_spill_gib": -1}, "--session-spill-gib: .*greater than or equal to 0"),
         ({"session_spill_gib": 1e6}, r"--session-spill-gib: 1000000\.00 GiB .* but only [\d.]+ GiB are available"),
+        ({"session_spill_gib": 1e6, "tensor_parallel_size": 3}, r"--session-spill-gib: 1000000\.00 GiB .* but only"),
         ({"session_spill_gib": 0.001}, r"--session-spill-gib: 0\.001 GiB hold no chunk of 2048 tokens at .* bytes"),
         ({"session_spill_gib": 1, "enable_prefix_caching": False}, "--session-spill-gib: there are no sessions"),
         ({"num_gpu_blocks_override": 95}, "--num-gpu-blocks-override 95 is too small"),

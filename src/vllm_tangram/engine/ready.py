@@ -121,7 +121,10 @@ def check_spill(vllm_config: VllmConfig) -> None:
             f"--session-spill-gib: {asked:g} GiB hold no chunk of {chunk} tokens at retention "
             f"{plan.config.retention:g}, which takes {layout_of(vllm_config).bytes_of(pages)} bytes: give more, or 0"
         )
-    check_host_memory(vllm_config, vllm_config.parallel_config.local_world_size)
+    parallel = vllm_config.parallel_config
+    # Where Ray puts ranks shows only later; each checks its own part when it starts.
+    ranks_here = 1 if parallel.distributed_executor_backend == "ray" else parallel.local_world_size
+    check_host_memory(vllm_config, ranks_here)
 
 
 @contextmanager
