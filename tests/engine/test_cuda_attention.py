@@ -146,8 +146,7 @@ class Engine:
                 get_head_size=lambda: DIM,
             ),
         )
-        self.runner.splits = DecodeSplits(self.runner)
-        self.runner.splits.__dict__["resident"] = 5  # asked of the driver where there is one
+        self.runner.splits = DecodeSplits(self.runner, num_blocks=5)  # asked of the driver where there is one
         self.builder = HeadGroupMetadataBuilder.__new__(HeadGroupMetadataBuilder)
         self.builder.num_kv_heads, self.builder.device = HEADS, device
         self.builder.bind(self.runner)

@@ -50,8 +50,9 @@ _MODEL_OPTIONS = (
     "load_format",
     "seed",
 )
-# Over which devices: heads of a layer may be spread, and where they are computed changes nothing but rounding.
-_DEVICE_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend")
+# Where it is computed: over which devices heads are spread changes nothing but rounding, and a profile's engine wants
+# to be allowed to start where the served one is (its pool is stated in bytes).
+_DEVICE_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend", "gpu_memory_utilization")
 
 
 def model_path(name: str) -> str:

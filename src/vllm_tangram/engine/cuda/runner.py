@@ -42,7 +42,7 @@ class TangramGPUModelRunner(GPUModelRunner):
         pages: finds the pages of the requests that this worker knows.
         requests: ``[max_num_reqs]`` int32 on the device, slot of each batch row, -1 where there is no request.
         schedules: by slot.
-        splits: how decode attention is cut, by batch size.
+        splits: how decode attention is split over the device.
         observer: records scores while a profile is made.
 
     """
