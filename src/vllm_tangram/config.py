@@ -36,7 +36,8 @@ class TangramConfig(BaseModel):
         chunk_size: prompt tokens compressed at once; a multiple of vLLM's block size.
         sinks: first tokens of a prompt that are always kept.
         window: last tokens of every chunk that are always kept.
-        session_spill_gib: host memory, in GiB, for compressed prefixes that lose their pages; 0 = none.
+        session_spill_gib: host memory, in GiB, for compressed prefixes that lose their pages, of all ranks together;
+            0 = none.
         session_ttl: seconds after which a compressed prefix that no request used is not found any more; 0 = never.
 
     """

@@ -13,6 +13,7 @@ from vllm_tangram.budget import (
     EvictionSchedule,
     HeadGroups,
     RetentionProfile,
+    Sharding,
     build_schedule,
     group_members,
 )
@@ -99,8 +100,18 @@ class Case:
 
 
 @st.composite
+def shardings(draw: st.DrawFn, max_layers: int = 5, max_heads: int = 4) -> Sharding:
+    """One rank as often as several, with copies of heads and stages of different lengths."""
+    stages = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)) if draw(st.booleans()) else None
+    heads, factor = draw(st.integers(1, max_heads)), draw(st.integers(1, 3))
+    size = draw(st.sampled_from([1, 1, heads * factor, *(k for k in range(2, heads + 1) if heads % k == 0)]))
+    return Sharding(heads, size, tuple(stages or [draw(st.integers(1, max_layers))]))
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
-    layers, heads = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    sharding = draw(shardings())
+    layers, heads = sharding.num_layers, sharding.width
     members = layers * heads
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     num_levels = draw(st.integers(0, 4))
@@ -111,7 +122,8 @@ def cases(draw: st.DrawFn) -> Case:
     curve = BudgetCurve(np.concatenate([[0.0], inner, [1.0]]), np.vstack([np.zeros(members), steps, np.ones(members)]))
     mode = draw(st.sampled_from(["global", "layer", "neighbours"]))
     retention = draw(st.one_of(st.integers(1, 999).map(lambda k: k / 1000), st.just(0.25)))
-    groups = group_members(curve.at(retention), (layers, heads), draw(st.integers(1, members)), mode)
+    size = draw(st.integers(1, int(np.bincount(sharding.ranks.ravel()).min())))
+    groups = group_members(curve.at(retention), (layers, heads), size, mode, sharding.ranks)
     block_size = draw(st.sampled_from([16, 32]))
     chunk = draw(st.integers(1, 12))
     window = draw(st.integers(1, chunk * block_size))

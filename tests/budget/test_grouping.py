@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.budget.strategies import shardings
 
-from vllm_tangram.budget import group_members
+from vllm_tangram.budget import Sharding, group_members
 from vllm_tangram.errors import TangramError
 
 MODES = ["global", "layer", "neighbours"]
@@ -44,6 +45,42 @@ def test_every_member_has_a_place_of_its_own(layers: int, heads: int, data: st.D
         assert all(len({layer for layer, _ in members}) == 1 for members in by_group)
     if mode == "neighbours":
         assert [member for members in by_group for member in members] == list(np.ndindex(layers, heads))
+
+
+@given(shardings(), st.data(), st.sampled_from(MODES))
+def test_ranks_group_their_own_members(sharding: Sharding, data: st.DataObject, mode: str) -> None:
+    """Each rank is grouped as if it were alone; the ranks share numbers of groups, and the largest budget of each."""
+    shape, ranks = (sharding.num_layers, sharding.width), sharding.ranks
+    size = data.draw(st.integers(1, int(np.bincount(ranks.ravel()).min())))
+    budgets = np.random.default_rng(data.draw(st.integers(0, 99))).random(shape)
+    groups = group_members(budgets.ravel(), shape, size, mode, ranks)  # type: ignore[arg-type]
+    assert groups.num_ranks == sharding.num_ranks
+    assert groups.page_members == size * sharding.num_ranks
+
+    places = {
+        (int(ranks[at]), int(groups.group[at]), int(groups.column[at])): float(budgets[at]) for at in np.ndindex(shape)
+    }
+    assert len(places) == budgets.size
+    largest = [max(value for (_, g, _), value in places.items() if g == group) for group in range(groups.num_groups)]
+    np.testing.assert_array_equal(groups.group_max(budgets.ravel()), largest)
+    assert groups.over_allocation(budgets.ravel()) == pytest.approx(groups.page_members * sum(largest) / budgets.sum())
+
+    alone = []
+    for rank in range(sharding.num_ranks):
+        own = ranks == rank
+        own_shape = int(own.any(1).sum()), int(own.any(0).sum())
+        alone.append(group_members(budgets[own], own_shape, size, mode))  # type: ignore[arg-type]
+        for found in (groups.of_rank(rank), alone[-1]):
+            np.testing.assert_array_equal(found.group, groups.group[own].reshape(own_shape))
+            np.testing.assert_array_equal(found.column, groups.column[own].reshape(own_shape))
+    assert groups.num_groups == max(each.num_groups for each in alone)
+    for group in range(groups.num_groups):
+        assert sorted(groups.members(group), key=lambda at: (ranks[at], groups.column[at])) == groups.members(group)
+
+
+def test_a_rank_with_few_members_limits_the_groups() -> None:
+    with pytest.raises(TangramError, match="from 1 to 2 for the 2 KV heads of a rank, got 3"):
+        group_members(np.ones(6), (3, 2), 3, "global", Sharding(2, 1, (2, 1)).ranks)
 
 
 def test_equal_budgets_stay_in_order() -> None:

@@ -18,9 +18,10 @@ SHAPE = (6, 4)
 
 
 def make_plan(profile: RetentionProfile | None = None, max_tokens: int = 8192, **options: object) -> RetentionPlan:
+    ranks = {name: options.pop(name) for name in ("tensor_parallel_size", "stage_layers") if name in options}
     config = TangramConfig.parse({"chunk_size": 1024, "page_group_size": 3, **options})
     return RetentionPlan(
-        config, profile, num_layers=SHAPE[0], num_kv_heads=SHAPE[1], block_size=32, max_tokens=max_tokens
+        config, profile, num_layers=SHAPE[0], num_kv_heads=SHAPE[1], block_size=32, max_tokens=max_tokens, **ranks
     )
 
 
@@ -123,6 +124,32 @@ def test_the_server_groups_serve_other_retentions(profile: RetentionProfile) -> 
     less, more = plan.schedule(0.1), plan.schedule(0.6)
     assert (less.kept <= more.kept).all()
     assert np.any(less.kept < more.kept)
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 8}, {"stage_layers": (4, 2)}])
+def test_ranks_together_hold_what_is_promised(profile: RetentionProfile, ranks: dict[str, object]) -> None:
+    plan, alone = make_plan(profile, **ranks), make_plan(profile)
+    assert 0.23 < plan.held_fraction(8192) <= 0.25
+    assert 0.46 < plan.held_fraction(8192, retention=0.5) <= 0.5
+    members, blocks = plan.groups.group.size, 8192 // 32
+    assert members == (48 if ranks.get("tensor_parallel_size") == 8 else 24)
+    assert plan.full_pages(8192) == -(-members * blocks // (3 * plan.groups.num_ranks))
+    assert plan.digest() == make_plan(profile, **ranks).digest() != alone.digest()
+
+
+def test_copies_of_a_head_have_its_budget(profile: RetentionProfile) -> None:
+    """Two ranks for every head: each is one head of every layer, so all ranks of a head are grouped alike."""
+    plan = make_plan(profile, tensor_parallel_size=8)
+    for head in range(4):
+        first, second = (plan.groups.of_rank(rank) for rank in (2 * head, 2 * head + 1))
+        assert first.group.shape == (6, 1)
+        np.testing.assert_array_equal(first.group, second.group)
+        np.testing.assert_array_equal(first.column, second.column)
+
+
+def test_heads_that_cannot_be_shared_evenly_are_refused(profile: RetentionProfile) -> None:
+    with pytest.raises(TangramError, match="--tensor-parallel-size 3 does not fit the model's 4 KV heads"):
+        make_plan(profile, tensor_parallel_size=3)
 
 
 def test_neither_torch_nor_vllm_is_imported() -> None:

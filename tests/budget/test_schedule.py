@@ -52,7 +52,7 @@ def _check_promise(case: Case) -> None:
     groups = case.groups.num_groups
     for n in range(1, case.n_max + 1):
         held = int(schedule.total[n])
-        promised = case.retention * n * case.num_members / case.groups.size + 1e-3
+        promised = case.retention * n * case.num_members / case.groups.page_members + 1e-3  # pages on every rank
         floor = groups * case.floor(n)
         if n % case.chunk == 0:
             assert held <= max(promised, floor)

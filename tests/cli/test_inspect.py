@@ -56,6 +56,9 @@ def test_json(profile: Path) -> None:
     over = found["over_allocation"]
     assert 1 <= over["global"] < over["layer"]
     assert over["global"] < over["neighbours"]
+    by_ranks = found["over_allocation_by_tensor_parallel_size"]
+    assert list(by_ranks) == [str(size) for size in range(1, HEADS + 1) if HEADS % size == 0]
+    assert over["global"] == by_ranks["1"] <= by_ranks[str(HEADS)]
     assert all(0.8 < row["rank_correlation"] <= 1 for row in found["stability"])
     for prompt in found["prompts"]:
         assert prompt["full_bytes"] == LAYERS * HEADS * prompt["tokens"] * 2 * HEAD_DIM * 2

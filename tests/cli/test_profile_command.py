@@ -49,11 +49,12 @@ def test_profile_is_written_and_summed_up(tmp_path: Path, calls: list[dict[str, 
     samples, output = tmp_path / "own.jsonl", tmp_path / "p.safetensors"
     samples.write_text("".join(json.dumps({"text": f"text {i}"}) + "\n" for i in range(5)))
     options = ["--samples", str(samples), "--num-samples", "4", "--scorer", "knorm", "--window", "32", "--json"]
+    options += ["-tp", "2"]
     result = CliRunner().invoke(app, ["profile", "some/model", "-o", str(output), *options])
     assert result.exit_code == 0, result.output
     taken = [Sample(f"text {i}", "own") for i in range(4)]
-    call = {"model": "some/model", "samples": taken, "source": "own.jsonl", "max_tokens": 2048, "dtype": "auto"}
-    assert calls == [call]
+    vllms = {"dtype": "auto", "tensor_parallel_size": 2}
+    assert calls == [{"model": "some/model", "samples": taken, "source": "own.jsonl", "max_tokens": 2048, **vllms}]
     profile = RetentionProfile.load(output)
     assert (profile.scorer, profile.window) == ("knorm", 32)
     report = json.loads(result.stdout)

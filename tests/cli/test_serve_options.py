@@ -150,6 +150,17 @@ def test_what_cannot_be_served_is_refused(model: str, arguments: list[str], mess
     assert "\n" not in str(error.value)
 
 
+def test_nodes_are_readied_alike(model: str) -> None:
+    """What each node's processes read must make the same plan: they compare it when they start."""
+    across = ["-tp", "2", "--nnodes", "2", "--master-addr", "host0", "--distributed-executor-backend", "mp"]
+    first = prepare(UNIFORM, [MODEL, *across, "--node-rank", "0"], model)
+    other = prepare(UNIFORM, [MODEL, *across, "--node-rank", "1", "--headless"], model)
+    assert (first.node_rank, first.headless, other.node_rank, other.headless) == (0, False, 1, True)
+    assert first.additional_config == other.additional_config
+    assert first.worker_cls == other.worker_cls
+    assert first.block_size == other.block_size
+
+
 def test_a_stated_pool_need_is_enough(model: str) -> None:
     with pytest.raises(TangramError) as error:
         prepare(UNIFORM, [MODEL, "--kv-cache-memory-bytes", "1"], model)

@@ -167,3 +167,13 @@ def test_nothing_is_written_where_nothing_can_be(tmp_path: Path) -> None:
     with pytest.raises(TangramError, match="cannot be written"):
         random_gate().save(tmp_path / "no" / "gate.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_scores_as_the_whole_does() -> None:
+    gate, hidden = random_gate(), torch.randn(7, HIDDEN)
+    for layers in (slice(0, 2), slice(1, 2)):
+        for heads in (slice(0, 1), slice(1, 2), slice(0, 2)):
+            part = gate.part(layers, heads)
+            assert (part.num_layers, part.num_kv_heads) == (len(range(2)[layers]), len(range(2)[heads]))
+            for index, layer in enumerate(range(2)[layers]):
+                torch.testing.assert_close(part.scores(index, hidden), gate.scores(layer, hidden)[heads])

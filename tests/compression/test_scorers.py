@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Barrier
 
 import pytest
 import torch
@@ -209,3 +211,28 @@ def test_scorer_says_where_it_comes_from(name: str) -> None:
     scorer = make(name)
     assert scorer.name == name
     assert scorer.paper.startswith("https://arxiv.org/abs/")
+
+
+@pytest.mark.parametrize("name", scorer_names())
+def test_heads_may_be_on_several_ranks(name: str) -> None:
+    """A rank that has one of the KV heads scores it as one that has all; what mixes heads asks the others."""
+    group, timeout = 3, 60
+    query, key, value, context = chunk(90, group, FULLY_ROTATED)
+    together, given = Barrier(NUM_HEADS, timeout=timeout), [torch.empty(0)] * NUM_HEADS
+
+    def score(rank: int) -> Tensor:
+        def mean(values: Tensor) -> Tensor:
+            given[rank] = values
+            together.wait()
+            result = torch.stack(given).mean(0)
+            together.wait()
+            return result
+
+        gate = test_gate.random_gate().part(slice(0, 2), slice(rank, rank + 1))
+        own, queries = slice(rank, rank + 1), slice(rank * group, (rank + 1) * group)
+        seen = replace(context, mean_over_ranks=mean)
+        return get_scorer(name, gate).score(query[:, queries], key[:, own], value[:, own], seen)
+
+    with ThreadPoolExecutor(NUM_HEADS) as ranks:
+        apart = torch.cat(list(ranks.map(score, range(NUM_HEADS))))
+    torch.testing.assert_close(apart, make(name).score(query, key, value, context))

@@ -101,18 +101,24 @@ class Request:
 
 
 class Engine:
-    """Page allocation and batching as vLLM does them, around two layers."""
+    """Page allocation and batching as vLLM does them, around two layers of the last of some ranks."""
 
-    def __init__(self, group_size: int, scorer: str) -> None:
+    def __init__(self, group_size: int, scorer: str, num_ranks: int = 1) -> None:
         self.config = TangramConfig.parse(
             {"budgets": "uniform", "retention": 0.5, "chunk_size": CHUNK, "window": 8, "sinks": 2, "scorer": scorer}
             | {"page_group_size": group_size}
         )
         self.plan = RetentionPlan(
-            self.config, None, num_layers=LAYERS, num_kv_heads=HEADS, block_size=BLOCK, max_tokens=MAX_LEN
+            self.config,
+            None,
+            num_layers=LAYERS,
+            num_kv_heads=HEADS * num_ranks,
+            block_size=BLOCK,
+            max_tokens=MAX_LEN,
+            tensor_parallel_size=num_ranks,
         )
         # Budgets are uniform without a profile; shuffled groups make heads of a layer live in different ones.
-        groups = self.plan.groups
+        self.groups = groups = self.plan.groups.of_rank(num_ranks - 1)
         order = np.random.default_rng(1).permutation(LAYERS * HEADS)
         groups.group[:] = (order // group_size).reshape(LAYERS, HEADS)
         groups.column[:] = (order % group_size).reshape(LAYERS, HEADS)
@@ -122,6 +128,7 @@ class Engine:
         self.free = np.random.default_rng(2).permutation(np.arange(1, 400)).tolist()
         self.runner: Any = SimpleNamespace(
             plan=self.plan,
+            groups=groups,
             pages=self.pages,
             flat=torch.zeros(SLOTS, 4 * num_groups * MAX_LEN // BLOCK, dtype=torch.int32),
             requests=torch.full((SLOTS,), -1, dtype=torch.int32),
@@ -219,7 +226,7 @@ class Engine:
         torch.testing.assert_close(output.double(), expected, rtol=1e-4, atol=1e-5)
         schedule = self.runner.schedules[request.slot]
         lengths = schedule.lengths(start + n, request.prompt_len) - schedule.lengths(start, request.prompt_len)
-        keep = lengths[self.plan.groups.group[layer]]
+        keep = lengths[self.groups.group[layer]]
         if (keep == n).all():
             chosen = torch.arange(n).repeat(HEADS)
         else:
@@ -272,7 +279,7 @@ def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -
     """The second chunk attends to what the first kept, in the same step; requests have one, two and three of them."""
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
     generator = torch.Generator().manual_seed(11)
-    engine = Engine(4, "keydiff")
+    engine = Engine(4, "keydiff", num_ranks=2)
     most = Request(1, 2 * CHUNK + 1, 0.5, generator, chunks_per_step=3)  # its last chunk is one token
     two = Request(3, 4 * CHUNK - 9, 0.3, generator, chunks_per_step=2)
     one = Request(0, 2 * CHUNK, 0.5, generator)

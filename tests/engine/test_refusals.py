@@ -64,8 +64,9 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "--kv-transfer-config",
         ),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size"),
-        ({"tensor_parallel_size": 3}, "--tensor-parallel-size"),
+        ({"tensor_parallel_size": 2}, r"attention heads \(9\) must be divisible by tensor parallel size \(2\)"),
+        ({"tensor_parallel_size": 3, "page_group_size": 31}, "from 1 to 30 for the 30 KV heads of a rank"),
+        ({"pipeline_parallel_size": 3, "page_group_size": 31}, "from 1 to 30 for the 30 KV heads of a rank"),
         ({"data_parallel_size": 2}, "data.parallel.size"),
         ({"decode_context_parallel_size": 3, "tensor_parallel_size": 3}, "decode.context.parallel"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
@@ -73,6 +74,7 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
         ({"kv_cache_memory_bytes": 1 << 20}, "--kv-cache-memory-bytes 1048576 is too small"),
         ({"session_spill_gib": -1}, "--session-spill-gib: .*greater than or equal to 0"),
         ({"session_spill_gib": 1e6}, r"--session-spill-gib: 1000000\.00 GiB .* but only [\d.]+ GiB are available"),
+        ({"session_spill_gib": 1e6, "tensor_parallel_size": 3}, r"--session-spill-gib: 1000000\.00 GiB .* but only"),
         ({"session_spill_gib": 0.001}, r"--session-spill-gib: 0\.001 GiB hold no chunk of 2048 tokens at .* bytes"),
         ({"session_spill_gib": 1, "enable_prefix_caching": False}, "--session-spill-gib: there are no sessions"),
         ({"num_gpu_blocks_override": 95}, "--num-gpu-blocks-override 95 is too small"),
@@ -98,6 +100,16 @@ def model_like(embedded: Path, tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+def test_heads_that_ranks_cannot_share(model_like: Callable[..., Path]) -> None:
+    folder = model_like(num_attention_heads=12, num_key_value_heads=6, head_dim=64)
+    refused(folder, "--tensor-parallel-size 4 does not fit the model's 6 KV heads", tensor_parallel_size=4)
+
+
+def test_no_profile_is_made_across_nodes(model_like: Callable[..., Path]) -> None:
+    across = {"tensor_parallel_size": 3, "nnodes": 3, "distributed_executor_backend": "mp", "budgets": "profile"}
+    refused(model_like(), "there is no retention profile of .* make one on one node .* --profile", window=48, **across)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ class EngineProcess:
         self._pipe, theirs = context.Pipe()
         engine = {"model": model, "ours": ours, "options": options, "kv_tokens": kv_tokens, "kv_bytes": kv_bytes}
         arguments = (theirs, str(self._log), dict(environment or {}), engine)
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process = context.Process(target=_serve, args=arguments)  # no daemon: ranks are its children
         self._process.start()
         theirs.close()
 

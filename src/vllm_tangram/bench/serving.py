@@ -89,7 +89,7 @@ class Setup:
     Attributes:
         model: path, name, ``embedded``, or a name of ``bench.shapes``.
         profile: path of the retention profile; None for the engine's own choice.
-        kv_bytes: KV memory; None: ``kv_tokens`` tokens of full KV.
+        kv_bytes: KV memory of a rank; None: ``kv_tokens`` tokens of full KV.
         kv_tokens: see ``kv_bytes``.
         max_num_seqs: requests that run at once, at most.
         chunk_size: prompt tokens that a step of any engine takes, and that ours compresses at once.
@@ -97,6 +97,7 @@ class Setup:
         options: further options of ours.
         step_tokens: prompt tokens that a step of any engine takes, instead of ``chunk_size``.
         prefix_caching: stock vLLM's prefix cache and our sessions. Off where prompts have nothing in common.
+        tensor_parallel_size: ranks of every engine.
 
     """
 
@@ -110,6 +111,7 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     step_tokens: int | None = None
     prefix_caching: bool = False
+    tensor_parallel_size: int = 1
 
     def start(self, engine: Engine, max_model_len: int) -> EngineProcess:
         """The engine's process.
@@ -126,6 +128,7 @@ class Setup:
             "enforce_eager": self.enforce_eager,
             "enable_prefix_caching": self.prefix_caching,
             "disable_log_stats": True,
+            "tensor_parallel_size": self.tensor_parallel_size,
         }
         if not self.enforce_eager:
             options["compilation_config"] = {"cudagraph_capture_sizes": graph_sizes(self.max_num_seqs)}
@@ -155,7 +158,7 @@ class Started:
     """An engine that is ready.
 
     Attributes:
-        kv_cache_bytes: bytes of the pool.
+        kv_cache_bytes: bytes of a rank's pool.
         start_seconds: from the process to the first request: imports, weights, compilation, graphs.
         device: what it runs on.
         versions: of vLLM and torch.

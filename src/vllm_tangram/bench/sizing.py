@@ -34,8 +34,8 @@ def model_options(model: str) -> tuple[str, dict[str, Any]]:
     return model, {}
 
 
-def card_kv_bytes(model: str) -> int:
-    """KV memory that vLLM finds on an 80 GB card beside this model's bfloat16 weights.
+def card_kv_bytes(model: str, num_ranks: int = 1) -> int:
+    """KV memory that vLLM finds on an 80 GB card beside its part of this model's bfloat16 weights.
 
     Raises:
         TangramError: the model has no folder to read its sizes from, or nothing is left.
@@ -46,7 +46,8 @@ def card_kv_bytes(model: str) -> int:
     kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
     layer = hidden * (2 * head_dim * (heads + kv_heads) + 3 * config["intermediate_size"])
     embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    left = _CARD_SHARE * _CARD_BYTES - 2 * (config["num_hidden_layers"] * layer + embeddings) - _CARD_WORKSPACE
+    weights = 2 * (config["num_hidden_layers"] * layer + embeddings) / num_ranks
+    left = _CARD_SHARE * _CARD_BYTES - weights - _CARD_WORKSPACE
     if left <= 0:
         raise TangramError(f"--kv-gib: must be given for {model}, whose weights leave nothing of an 80 GB card")
     return int(left)

@@ -58,7 +58,7 @@ class Served:
         most_running: the largest number.
         preemptions: requests thrown back into the queue.
         kept_fraction: KV held over full KV, mean of samples.
-        most_held_bytes: KV held by all requests, the largest sample.
+        most_held_bytes: KV held by all requests on a rank, the largest sample.
         decode_steps: steps whose batch had one token of each request.
         decode_step_seconds: their median wall time.
         decode_rows: their median batch.

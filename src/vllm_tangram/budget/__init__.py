@@ -7,6 +7,7 @@ from vllm_tangram.budget.grouping import HeadGroups, group_members
 from vllm_tangram.budget.plan import RetentionPlan
 from vllm_tangram.budget.profile import FORMAT_VERSION, PROFILE_RETENTIONS, RetentionProfile
 from vllm_tangram.budget.schedule import EvictionSchedule, build_schedule
+from vllm_tangram.budget.sharding import Sharding
 from vllm_tangram.budget.stability import Clipping, Stability, clipping, rank_stability
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "HeadGroups",
     "RetentionPlan",
     "RetentionProfile",
+    "Sharding",
     "Stability",
     "build_schedule",
     "check_same_model",

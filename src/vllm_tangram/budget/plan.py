@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -15,6 +16,7 @@ from vllm_tangram.budget.allocation import BudgetCurve
 from vllm_tangram.budget.grouping import group_members
 from vllm_tangram.budget.profile import RetentionProfile
 from vllm_tangram.budget.schedule import EvictionSchedule, build_schedule
+from vllm_tangram.budget.sharding import Sharding
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 
@@ -27,7 +29,8 @@ class RetentionPlan:
 
     Attributes:
         config: the engine's options.
-        groups: the head groups, formed from the budgets at ``config.retention``.
+        sharding: which members each rank holds.
+        groups: the head groups of all ranks, formed from the budgets at ``config.retention``.
         block_size: tokens of a block.
 
     """
@@ -41,6 +44,8 @@ class RetentionPlan:
         num_kv_heads: int,
         block_size: int,
         max_tokens: int,
+        tensor_parallel_size: int = 1,
+        stage_layers: Sequence[int] = (),
     ) -> None:
         """Form the groups and the server's own schedule.
 
@@ -51,9 +56,11 @@ class RetentionPlan:
             num_kv_heads: H of the served model.
             block_size: tokens of a block.
             max_tokens: longest prompt.
+            tensor_parallel_size: ranks over which the heads of a layer are spread.
+            stage_layers: layers of each pipeline stage; none: one stage.
 
         Raises:
-            TangramError: the profile is missing or of another shape, or options do not fit each other.
+            TangramError: the profile is missing or of another shape, or options do not fit each other or the ranks.
 
         """
         if profile is not None and (profile.num_layers, profile.num_kv_heads) != (num_layers, num_kv_heads):
@@ -65,12 +72,19 @@ class RetentionPlan:
         self.block_size = block_size
         self._max_tokens = max_tokens
         self._profiled = profile is not None
+        self.sharding = Sharding(num_kv_heads, tensor_parallel_size, tuple(stage_layers) or (num_layers,))
         if profile is None or config.budgets == "uniform":
-            self._curve = BudgetCurve.uniform(num_layers * num_kv_heads)
+            curve = BudgetCurve.uniform(num_layers * num_kv_heads)
         else:
-            self._curve = BudgetCurve.from_profile(profile, config.alpha)
-        key = _grouping_key(self._curve, config.retention)
-        self.groups = group_members(key, (num_layers, num_kv_heads), config.page_group_size, config.grouping)
+            curve = BudgetCurve.from_profile(profile, config.alpha)
+        self._curve = BudgetCurve(curve.levels, self.sharding.spread(curve.budgets))
+        self.groups = group_members(
+            _grouping_key(self._curve, config.retention),
+            (num_layers, self.sharding.width),
+            config.page_group_size,
+            config.grouping,
+            self.sharding.ranks,
+        )
         self._build_cached = lru_cache(maxsize=_CACHED_SCHEDULES)(self._build)
         self._in_use: WeakValueDictionary[float, EvictionSchedule] = WeakValueDictionary()
         self._base = self.schedule(config.retention)
@@ -111,15 +125,18 @@ class RetentionPlan:
         sha = hashlib.sha256(f"{self.config.model_dump_json(exclude={'profile'})} {self.block_size}".encode())
         sha.update(self.groups.group.astype("<i4").tobytes())
         sha.update(self.groups.column.astype("<i4").tobytes())
+        sha.update(self.groups.ranks.astype("<i4").tobytes())
         sha.update(self._curve.budgets.astype("<f8").tobytes())
         return sha.hexdigest()[:16]
 
     def full_pages(self, num_tokens: int) -> int:
         """Pages' worth of full KV of ``num_tokens`` tokens, without the padding of the last group."""
-        return -(-self.groups.group.size * -(-num_tokens // self.block_size) // self.groups.size)
+        return -(-self.groups.group.size * -(-num_tokens // self.block_size) // self.groups.page_members)
 
     def held_fraction(self, num_tokens: int, retention: float | None = None) -> float:
         """Memory of a prompt of ``num_tokens >= 1`` over that of full KV, both in whole blocks; padding counts as held.
+
+        Both are those of all ranks together.
 
         Args:
             num_tokens: length of the prompt.
@@ -128,7 +145,7 @@ class RetentionPlan:
         """
         schedule = self._base if retention is None else self.schedule(retention)
         full = self.groups.group.size * -(-num_tokens // self.block_size)
-        return self.groups.size * schedule.num_pages(num_tokens, num_tokens) / full
+        return self.groups.page_members * schedule.num_pages(num_tokens, num_tokens) / full
 
     def _build(self, retention: float) -> EvictionSchedule:
         return build_schedule(

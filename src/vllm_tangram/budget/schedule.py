@@ -102,9 +102,10 @@ def build_schedule(
 
     Args:
         curve: budgets of the members of ``groups``.
-        groups: the partition; a group's budget is the largest of its members'.
+        groups: the partition; a group's budget is the largest of its members' on any rank.
         retention: fraction of full KV, in (0, 1]; 1 keeps everything, whatever the budgets (padding comes on top).
-        margin: "inside" fits budgets, grouping and floor within ``retention``; "on_top" uses ``retention`` as level.
+        margin: "inside" fits budgets, grouping and floor within ``retention`` of the full KV of all ranks together;
+            "on_top" uses ``retention`` as level.
         block_size: tokens of a block.
         chunk_size: tokens of a chunk, a multiple of ``block_size``, at least ``sinks + window``.
         sinks: first tokens that are always kept.
@@ -150,7 +151,7 @@ def _fit_levels(
     curve: BudgetCurve, groups: HeadGroups, retention: float, floor_share: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Largest level at which all groups fit ``retention``, for each share that the floor takes; 0 where none does."""
-    allowed = retention * groups.group.size / groups.size
+    allowed = retention * groups.group.size / groups.page_members
     low, high = np.zeros_like(floor_share), np.ones_like(floor_share)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

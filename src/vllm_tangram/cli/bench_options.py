@@ -31,7 +31,7 @@ Profile = Annotated[
 KvGib = Annotated[
     float | None,
     typer.Option(
-        help="KV memory.  [default: what an 80 GB card leaves; without CUDA, of 2.2 requests]",
+        help="KV memory of a rank.  [default: what an 80 GB card leaves; without CUDA, of 2.2 requests]",
         min=0.001,
         show_default=False,
     ),
@@ -51,6 +51,9 @@ Eager = Annotated[
         help="No compilation, no CUDA graphs.  [default: only without CUDA]",
         show_default=False,
     ),
+]
+TensorParallelSize = Annotated[
+    int, typer.Option("--tensor-parallel-size", "-tp", help="Devices of every engine.", min=1)
 ]
 Set = Annotated[
     list[str],
@@ -98,13 +101,16 @@ def setup_of(
     chunk_size: int | None,
     enforce_eager: bool | None,
     options: dict[str, Any],
+    tensor_parallel_size: int = 1,
 ) -> Setup:
     """What was given, and what suits the device for what was not."""
     from vllm_tangram.bench.serving import Setup
     from vllm_tangram.bench.sizing import card_kv_bytes
 
     cuda = on_cuda()
-    kv_bytes = int(kv_gib * 2**30) if kv_gib is not None else (card_kv_bytes(model) if cuda else None)
+    kv_bytes = None if kv_gib is None else int(kv_gib * 2**30)
+    if kv_bytes is None and cuda:
+        kv_bytes = card_kv_bytes(model, tensor_parallel_size)
     return Setup(
         model=model,
         profile=None if profile is None else str(profile.resolve()),
@@ -114,6 +120,7 @@ def setup_of(
         chunk_size=chunk_size or (8192 if cuda else 2048),
         enforce_eager=(not cuda) if enforce_eager is None else enforce_eager,
         options=options,
+        tensor_parallel_size=tensor_parallel_size,
     )
 
 

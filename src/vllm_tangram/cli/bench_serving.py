@@ -40,6 +40,7 @@ def throughput(
     max_num_seqs: opt.MaxNumSeqs = None,
     chunk_size: opt.ChunkSize = None,
     enforce_eager: opt.Eager = None,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
     set_: opt.Set = [],  # noqa: B006
     json: opt.Json = False,
     output: opt.Output = None,
@@ -54,7 +55,15 @@ def throughput(
     keys += [f"{min(retention):g}/{step}" for step in ("unified", "groups", "splits") if ablation]
     engines = [Engine.parse(key) for key in engine or keys]
     setup = opt.setup_of(
-        model, profile, kv_gib, workload.max_model_len, max_num_seqs, chunk_size, enforce_eager, opt.options_of(set_)
+        model,
+        profile,
+        kv_gib,
+        workload.max_model_len,
+        max_num_seqs,
+        chunk_size,
+        enforce_eager,
+        opt.options_of(set_),
+        tensor_parallel_size,
     )
     results = opt.results_of("throughput", setup, asdict(workload), output, plot)
 
@@ -118,6 +127,7 @@ def prefill(
     max_num_seqs: opt.MaxNumSeqs = None,
     chunk_size: opt.ChunkSize = None,
     enforce_eager: opt.Eager = None,
+    tensor_parallel_size: opt.TensorParallelSize = 1,
     set_: opt.Set = [],  # noqa: B006
     json: opt.Json = False,
     output: opt.Output = None,
@@ -130,7 +140,15 @@ def prefill(
     tokens = input_tokens or (32768 if opt.on_cuda() else 4096)
     engines = [Engine.parse(key) for key in engine or ["stock", *map(str, retention)]]
     setup = opt.setup_of(
-        model, profile, kv_gib, tokens + 1, max_num_seqs, chunk_size, enforce_eager, opt.options_of(set_)
+        model,
+        profile,
+        kv_gib,
+        tokens + 1,
+        max_num_seqs,
+        chunk_size,
+        enforce_eager,
+        opt.options_of(set_),
+        tensor_parallel_size,
     )
     results = opt.results_of("prefill", setup, {"prompt_tokens": tokens}, output, plot)
 

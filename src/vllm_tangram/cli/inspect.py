@@ -90,7 +90,7 @@ def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths:
     import numpy as np
 
     from vllm_tangram.cli.stability import stability_report
-    from vllm_tangram.cli.summary import head_budgets, over_allocations, prompt_cost
+    from vllm_tangram.cli.summary import head_budgets, over_allocations, over_allocations_by_ranks, prompt_cost
 
     budgets = head_budgets(profile, plan)
     smallest, largest = float(budgets.min()), float(budgets.max())
@@ -122,6 +122,9 @@ def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths:
         },
         "over_allocation": over_allocations(budgets, plan.groups.size),
         **stability_report(profile, config, plan.block_size),
+        "over_allocation_by_tensor_parallel_size": over_allocations_by_ranks(
+            budgets, plan.groups.size, config.grouping
+        ),
         "prompts": [vars(prompt_cost(profile, plan, count)) for count in lengths],
     }
 
@@ -158,6 +161,15 @@ def _print(report: dict[str, Any]) -> None:
             f"{report['grouping']})",
             list(report["over_allocation"]),
             [[f"{factor:.3f}" for factor in report["over_allocation"].values()]],
+        )
+    )
+    out.print()
+    by_ranks = report["over_allocation_by_tensor_parallel_size"]
+    out.print(
+        table(
+            f"The same ({report['grouping']}), by tensor parallel size",
+            [str(size) for size in by_ranks],
+            [[f"{factor:.3f}" for factor in by_ranks.values()]],
         )
     )
     out.print()

@@ -47,6 +47,12 @@ def profile(
         int | None, typer.Option(help="Prompt tokens that are compressed at once; as for `tangram serve`.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size", "-tp", help="Devices to run the model on; the profile is the same.", min=1
+        ),
+    ] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run pilot texts through a model and write what each of its heads keeps: a retention profile."""
@@ -65,7 +71,7 @@ def profile(
     from vllm_tangram.engine.resolve import make_profile, model_identity, model_path, pilot_tokens, resolve_scorer
 
     with vllm_refusals(f"{model}: "):
-        path, options = model_path(model), {"dtype": dtype}
+        path, options = model_path(model), {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size}
         if scorer is None:
             config = resolve_scorer(config, model_identity(path, options))
         config = for_platform(config)

@@ -55,7 +55,9 @@ def serve(
     ] = _DEFAULTS["session_ttl"],
     session_spill_gib: Annotated[
         float,
-        typer.Option(help="Host memory, in GiB, for conversations that the KV pool has no room for; 0: none."),
+        typer.Option(
+            help="Host memory, in GiB, for conversations that the pool has no room for, of all ranks; 0: none."
+        ),
     ] = _DEFAULTS["session_spill_gib"],
 ) -> None:
     """Serve a model over vLLM's OpenAI API with compressed KV cache.

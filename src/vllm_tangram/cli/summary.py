@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_tangram.budget import BudgetCurve, RetentionPlan, RetentionProfile, group_members
+from vllm_tangram.budget import BudgetCurve, RetentionPlan, RetentionProfile, Sharding, group_members
 from vllm_tangram.config import Grouping
 
 _DTYPE_BYTES = 2  # KV is held in bfloat16 or float16
@@ -52,6 +52,19 @@ def over_allocations(budgets: NDArray[np.float64], group_size: int) -> dict[str,
         mode: group_members(flat, (layers, heads), group_size, mode).over_allocation(flat)
         for mode in get_args(Grouping)
     }
+
+
+def over_allocations_by_ranks(budgets: NDArray[np.float64], group_size: int, mode: Grouping) -> dict[int, float]:
+    """Tensor parallel size -> what groups hold over what their heads need, for budgets [L, H].
+
+    Every rank holds the pages that the richest of them needs. Sizes are those that divide H and leave a group to each.
+    """
+    (layers, heads), flat, found = budgets.shape, budgets.ravel(), {}
+    for size in range(1, heads + 1):
+        if heads % size == 0 and layers * heads // size >= group_size:
+            ranks = Sharding(heads, size, (layers,)).ranks
+            found[size] = group_members(flat, (layers, heads), group_size, mode, ranks).over_allocation(flat)
+    return found
 
 
 def prompt_cost(profile: RetentionProfile, plan: RetentionPlan, tokens: int) -> PromptCost:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -11,6 +12,11 @@ from torch import Tensor
 from vllm_tangram.compression.rope import Rope
 
 Need = Literal["rope", "hidden", "gate"]
+
+
+def alone(values: Tensor) -> Tensor:
+    """The mean over one rank."""
+    return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,10 +28,12 @@ class ChunkContext:
         window: last tokens of every chunk that are always kept.
         scale: factor of the attention logits, usually ``1 / sqrt(head_dim)``.
         start: position of the chunk's first token in the prompt.
-        layer: index of the layer.
+        layer: index of the layer, among those of this rank.
         rope: the layer's rotary embedding; None unless the scorer needs "rope".
         hidden: ``[T, D]`` what enters the layer's attention block (after its norm), in the model's type; None unless
             the scorer needs "hidden".
+        mean_over_ranks: under tensor parallelism a rank sees its own heads only; a scorer that mixes heads takes with
+            this the mean of a tensor over the ranks that share the layer.
 
     """
 
@@ -36,6 +44,7 @@ class ChunkContext:
     layer: int = 0
     rope: Rope | None = None
     hidden: Tensor | None = None
+    mean_over_ranks: Callable[[Tensor], Tensor] = alone
 
     @property
     def leading_sinks(self) -> int:

@@ -181,6 +181,26 @@ class Gate:
         """
         return self.layer(layer).scores(hidden)
 
+    def part(self, layers: slice, heads: slice) -> Gate:
+        """The gate of some layers, and of each some KV heads, counted from 0 again: what one rank of many needs."""
+
+        def rows(tensor: Tensor) -> Tensor:
+            """[L, H * n, ...], the same of a part."""
+            by_head = tensor.view(self.num_layers, self.num_kv_heads, -1, *tensor.shape[2:])
+            return by_head[layers, heads].flatten(1, 2)
+
+        whole = self.weights
+        weights = GateWeights(
+            q_weight=rows(whole.q_weight),
+            q_bias=rows(whole.q_bias),
+            k_weight=rows(whole.k_weight),
+            q_norm=whole.q_norm[layers],
+            k_norm=whole.k_norm[layers],
+            k_base=whole.k_base[layers, heads],
+            bias=whole.bias[layers, heads],
+        )
+        return replace(self, weights=weights)
+
     def to(self, device: torch.device | str) -> Gate:
         """The same gate with its weights on a device."""
         return replace(self, weights=self.weights.map(lambda tensor: tensor.to(device)))

@@ -80,7 +80,8 @@ def request_memory(
         retention: what the request asks for; None: the server's.
 
     Returns:
-        ``retention`` it is compressed to, ``pages``, ``bytes``, and ``full_kv_bytes`` of the same tokens at full KV.
+        ``retention`` it is compressed to, ``pages``, their ``bytes`` on all ranks together, and ``full_kv_bytes`` of
+        the same tokens at full KV, likewise.
 
     Raises:
         TangramError: a bad retention, or more tokens than the model's context has.
@@ -99,7 +100,7 @@ def request_memory(
     return {
         "retention": plan.quantise(asked),
         "pages": pages,
-        "bytes": pages * layout.page_bytes,
+        "bytes": layout.bytes_of(pages),
         "full_kv_bytes": layout.full_kv_bytes(tokens),
     }
 
@@ -133,20 +134,23 @@ def request_check_installed() -> bool:
     return hasattr(InputProcessor.process_inputs, _MARK)
 
 
-def log_capacity(vllm_config: VllmConfig, plan: RetentionPlan, num_pages: int, page_bytes: int) -> None:
+def log_capacity(vllm_config: VllmConfig, plan: RetentionPlan, num_pages: int) -> None:
     """Say what really fits; vLLM's own line counts a page as a block of tokens."""
     length = vllm_config.model_config.max_model_len
     need = plan.schedule(plan.config.retention).num_pages(length, length)
     full = plan.full_pages(length)
+    ranks = plan.groups.num_ranks
     logger.info(
-        "Tangram: retention %g, scorer %s, %d head groups of %d; pool of %d pages (%.2f GiB) holds %.1f prompts of "
+        "Tangram: retention %g, scorer %s, %d head groups of %d%s; pool of %d pages (%.2f GiB%s) holds %.1f prompts of "
         "%d tokens (%d pages each, %.1f%% of full KV, which would hold %.1f).",
         plan.config.retention,
         plan.config.scorer,
         plan.num_groups,
         plan.groups.size,
+        f" on each of {ranks} ranks" if ranks > 1 else "",
         num_pages - 1,
-        num_pages * page_bytes / 2**30,
+        num_pages * layout_of(vllm_config).page_bytes / 2**30,
+        " a rank" if ranks > 1 else "",
         (num_pages - 1) / need,
         length,
         need,

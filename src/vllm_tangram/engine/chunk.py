@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from vllm_tangram.compression import ChunkContext
+from vllm_tangram.compression.base import alone
 from vllm_tangram.compression.rope import Rope
 from vllm_tangram.config import TangramConfig
 
@@ -59,7 +60,14 @@ class Chunk:
         return min(config.window, self.num_tokens)
 
     def context(
-        self, config: TangramConfig, scale: float, *, layer: int, rope: Rope | None = None, hidden: Tensor | None = None
+        self,
+        config: TangramConfig,
+        scale: float,
+        *,
+        layer: int,
+        rope: Rope | None = None,
+        hidden: Tensor | None = None,
+        mean_over_ranks: Callable[[Tensor], Tensor] = alone,
     ) -> ChunkContext:
         """What a scorer may know."""
-        return ChunkContext(config.sinks, config.window, scale, self.position, layer, rope, hidden)
+        return ChunkContext(config.sinks, config.window, scale, self.position, layer, rope, hidden, mean_over_ranks)

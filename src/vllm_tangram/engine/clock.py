@@ -15,7 +15,7 @@ class StepClock:
     """Times the calls that an in-process engine core makes in a step. It wraps them on these objects alone.
 
     ``model`` is the runner's call: on CUDA it prepares inputs and launches, and does not wait for the GPU; on the CPU
-    it is the model itself.
+    it is the model itself. With several ranks it is handing the step to their processes.
 
     Attributes:
         rows: requests of the batch that was scheduled last.

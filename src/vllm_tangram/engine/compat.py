@@ -70,6 +70,9 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.utils.cpu_resource_utils", "get_cgroup_memory_usage", ()),
     ("vllm.plugins", "load_endpoint_plugins", ("supported_tasks",)),
     ("vllm.utils.torch_utils", "direct_register_custom_op", ("op_name", "op_func", "mutates_args", "fake_impl")),
+    ("vllm.distributed.utils", "get_pp_indices", ("num_hidden_layers", "pp_rank", "pp_size")),
+    ("vllm.distributed", "tensor_model_parallel_all_reduce", ("input_",)),
+    ("vllm.distributed", "tensor_model_parallel_all_gather", ("input_", "dim")),
     ("vllm.forward_context", "ForwardContext", ("no_compile_layers", "attn_metadata", "cudagraph_runtime_mode")),
     ("vllm.model_executor.layers.rotary_embedding.base", "RotaryEmbeddingBase", ("rotary_dim", "is_neox_style")),
 )
@@ -186,27 +189,17 @@ _REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--decode-context-parallel-size",
-        "tokens of a head are not split over ranks",
+        "each rank keeps whole heads, so that a head's tokens are chosen in one place",
         _is_set("parallel_config.decode_context_parallel_size", 1),
     ),
     Refusal(
         "--prefill-context-parallel-size",
-        "tokens of a head are not split over ranks",
+        "each rank keeps whole heads, so that a head's tokens are chosen in one place",
         _is_set("parallel_config.prefill_context_parallel_size", 1),
     ),
     Refusal(
-        "--pipeline-parallel-size",
-        "head groups mix layers, which stages would hold apart",
-        _is_set("parallel_config.pipeline_parallel_size", 1),
-    ),
-    Refusal(
-        "--tensor-parallel-size",
-        "the per-rank grouping is not built yet",
-        _is_set("parallel_config.tensor_parallel_size", 1),
-    ),
-    Refusal(
         "--data-parallel-size",
-        "the front end does not yet know which engine's pool a request will use; run one server per engine",
+        "the front end does not know which replica's pool a request will use; run one server per replica",
         _is_set("parallel_config.data_parallel_size", 1),
     ),
     Refusal("--enable-dbo", "a step is not split into microbatches", _is_set("parallel_config.enable_dbo", False)),

@@ -20,18 +20,22 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def check_host_memory(vllm_config: VllmConfig) -> None:
-    """Refuse a buffer for sessions that the machine has no memory for.
+def check_host_memory(vllm_config: VllmConfig, num_ranks: int = 1) -> None:
+    """Refuse buffers for sessions that the machine has no memory for.
+
+    Args:
+        vllm_config: of the engine.
+        num_ranks: ranks whose buffers are still to be allocated on this machine; each has an equal part of the memory.
 
     Raises:
         TangramError: names the option, what was asked for, and what there is.
 
     """
     pages, layout = host_pages(vllm_config), layout_of(vllm_config)
-    asked, available = pages * layout.page_bytes, _available_bytes()
+    asked, available = num_ranks * pages * layout.page_bytes, _available_bytes()
     if asked > available:
         raise TangramError(
-            f"--session-spill-gib: {asked / 2**30:.2f} GiB of host memory were asked for, but only "
+            f"--session-spill-gib: {asked / 2**30:.2f} GiB of this machine's memory were asked for, but only "
             f"{available / 2**30:.2f} GiB are available: give less, or 0"
         )
 

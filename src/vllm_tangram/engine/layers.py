@@ -13,7 +13,8 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_tangram.compression.rope import Rope
 from vllm_tangram.engine.compat import check_layers
 from vllm_tangram.engine.inputs import HiddenStates, parent_of, rope_of
-from vllm_tangram.engine.scoring import LayerScorer, scorer_of
+from vllm_tangram.engine.scoring import LayerScorer, mean_over_ranks, scorer_of
+from vllm_tangram.engine.setup import groups_of, rank_of
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def adopt_layers(
     Args:
         vllm_config: of the engine.
         model: the loaded model.
-        plan: what each head may keep; names the scorer.
+        plan: what each head may keep; names the scorer and the heads of this rank.
         backend: attention backend that the layers shall name.
-        implement: (layer index, vLLM's implementation, scorer) -> ours.
+        implement: (index among the rank's layers, vLLM's implementation, scorer) -> ours.
         device: of the model.
 
     Raises:
@@ -51,11 +52,12 @@ def adopt_layers(
     layers = sorted(
         get_layers_from_vllm_config(vllm_config, Attention).items(), key=lambda item: extract_layer_index(item[0])
     )
-    check_layers(layers, num_kv_heads=plan.groups.group.shape[1])
+    check_layers(layers, num_kv_heads=groups_of(vllm_config).group.shape[1])
     first_name = layers[0][0]
-    scorer = scorer_of(plan.config, device)
+    scorer = scorer_of(plan, rank_of(vllm_config), device)
     ropes: dict[int, Rope] = {}
     hidden = HiddenStates(vllm_config, device) if "hidden" in scorer.needs else None
+    mean = mean_over_ranks(vllm_config)
     for index, (name, layer) in enumerate(layers):
         block = parent_of(model, layer)
         try:
@@ -67,7 +69,7 @@ def adopt_layers(
                 f"--scorer {scorer.name} cannot serve this model: layer {name}: {error}; choose another scorer"
             ) from None
         layer.attn_backend = backend
-        scoring = LayerScorer(scorer, plan.config, index, layer.impl.scale, rope, hidden)
+        scoring = LayerScorer(scorer, plan.config, index, layer.impl.scale, rope, hidden, mean)
         layer.impl = implement(index, layer.impl, scoring)
         if name != first_name:  # vLLM then binds the first layer's tensor to all: one pool, one block = one page
             layer.kv_sharing_target_layer_name = first_name

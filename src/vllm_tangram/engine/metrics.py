@@ -36,7 +36,7 @@ class PageStats:
         pages_waiting: need of the requests that wait.
         pages_reclaimed: pages that became unnecessary before their request ended, since start; the design keeps it 0.
         preemptions: since start.
-        page_bytes: bytes of one page.
+        page_bytes: bytes of one page, on all ranks together.
         sessions: compressed prefixes (checkpoints) that can be found; a session is a chain of them.
         sessions_reused: how often a request began with one, also again after a preemption, since start.
         sessions_evicted: checkpoints that were lost because their pages were handed out again, since start.
@@ -82,7 +82,7 @@ class PageStats:
 #: Series with one value for the pool: name, what it says, value. Totals are gauges too: with several API servers each
 #: sees some of the steps, and increments would be lost.
 _SERIES: tuple[tuple[str, str, Callable[[PageStats], float]], ...] = (
-    ("page_bytes", "Bytes of a page.", lambda stats: stats.page_bytes),
+    ("page_bytes", "Bytes of a page, on all ranks together.", lambda stats: stats.page_bytes),
     (
         "kv_retained_fraction",
         "Pages held by running requests over what full KV would hold.",

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import vllm
+from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionProfile
 from vllm_tangram.compression.competition import compete
-from vllm_tangram.engine.setup import config_of, fingerprint_of, gate_digest
+from vllm_tangram.engine.setup import config_of, fingerprint_of, gate_digest, plan_of
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -31,12 +32,14 @@ if TYPE_CHECKING:
 class ScoreObserver:
     """Collects in the worker what each member would keep of every prompt that runs; a prompt is a sample.
 
-    Chunks compete each for themselves, as they do when compression is on. Memory: one chunk's scores of all layers.
+    Chunks compete each for themselves, as they do when compression is on. All heads of the model compete, whichever
+    rank holds them, so every rank gets the scores of all and counts for itself. Memory: one chunk's scores of all
+    layers and heads.
     """
 
     def __init__(self, vllm_config: VllmConfig, retentions: Sequence[float]) -> None:
         self.config = config_of(vllm_config)
-        self.num_layers = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+        self.sharding = plan_of(vllm_config).sharding
         self.retentions = list(retentions)
         # Chunk, by batch row and position -> scores of the layers so far.
         self._scores: dict[tuple[int, int], list[torch.Tensor]] = {}
@@ -48,8 +51,8 @@ class ScoreObserver:
         key = (chunk.request, chunk.position)
         layers = self._scores.setdefault(key, [])
         assert len(layers) == layer, "layers run in order"
-        layers.append(scores.clone())
-        if len(layers) < self.num_layers:
+        layers.append(self._of_all_heads(scores))
+        if len(layers) < self.sharding.num_layers:
             return
         kept = compete(
             torch.stack(self._scores.pop(key)),
@@ -63,6 +66,14 @@ class ScoreObserver:
         else:  # the profiler runs one sample at a time, so this chunk continues the last one
             self._kept[-1] = self._kept[-1] + kept.cpu().numpy()
             self._tokens[-1] += chunk.num_tokens
+
+    def _of_all_heads(self, scores: torch.Tensor) -> torch.Tensor:
+        """``[H, T]`` of the whole layer, of the scores of this rank's heads."""
+        if self.sharding.num_ranks == 1:
+            return scores.clone()
+        everywhere: torch.Tensor = tensor_model_parallel_all_gather(scores.contiguous(), dim=0)
+        # Copies of a head serve one part of its query heads each: together they are what one rank would see.
+        return everywhere.unflatten(0, (self.sharding.num_kv_heads, self.sharding.copies)).mean(1)
 
     def kept_fractions(self) -> list[Any]:
         """``[S][R][L][H]`` nested lists of the fractions kept, one entry per sample."""
@@ -135,7 +146,7 @@ def profile_model(
     for prompt in prompts:
         llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         advance()
-    (kept,) = llm.collective_rpc("tangram_take_profile")
+    kept, *_ = llm.collective_rpc("tangram_take_profile")  # all ranks counted the same
     return RetentionProfile(
         retentions=np.array(PROFILE_RETENTIONS),
         kept=np.array(kept, np.float32),

@@ -98,10 +98,11 @@ def check_pool(vllm_config: VllmConfig) -> None:
             f"{plan.config.retention:g} needs {pages} pages; give more, or lower --max-model-len or --retention"
         )
     needed = (pages + staging_pages(vllm_config)) * layout.page_bytes
+    rank = " on every rank" if layout.num_ranks > 1 else ""
     if given is not None and given < needed:
         raise TangramError(
             f"--kv-cache-memory-bytes {given} is too small: a prompt of --max-model-len {length} at retention "
-            f"{plan.config.retention:g} and the scratch pages of a step need {needed} bytes; give more, or lower "
+            f"{plan.config.retention:g} and the scratch pages of a step need {needed} bytes{rank}; give more, or lower "
             "--max-model-len, --retention, --chunk-size or --max-num-seqs"
         )
 
@@ -123,9 +124,12 @@ def check_spill(vllm_config: VllmConfig) -> None:
     if host_pages(vllm_config) < pages:
         raise TangramError(
             f"--session-spill-gib: {asked:g} GiB hold no chunk of {chunk} tokens at retention "
-            f"{plan.config.retention:g}, which takes {pages * layout_of(vllm_config).page_bytes} bytes: give more, or 0"
+            f"{plan.config.retention:g}, which takes {layout_of(vllm_config).bytes_of(pages)} bytes: give more, or 0"
         )
-    check_host_memory(vllm_config)
+    parallel = vllm_config.parallel_config
+    # Where Ray puts ranks shows only later; each checks its own part when it starts.
+    ranks_here = 1 if parallel.distributed_executor_backend == "ray" else parallel.local_world_size
+    check_host_memory(vllm_config, ranks_here)
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm.config import ParallelConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.logger import init_logger
 
@@ -52,8 +52,9 @@ _MODEL_OPTIONS = (
     "load_format",
     "seed",
 )
-# Of these a profile's engine only wants to be allowed to start where the served one is: its pool is stated in bytes.
-_START_OPTIONS = ("gpu_memory_utilization",)
+# Where it is computed: over which devices heads are spread changes nothing but rounding, and a profile's engine wants
+# to be allowed to start where the served one is (its pool is stated in bytes).
+_DEVICE_OPTIONS = ("tensor_parallel_size", "distributed_executor_backend", "gpu_memory_utilization")
 
 
 def model_path(name: str) -> str:
@@ -75,11 +76,11 @@ def model_identity(model: str, vllm_options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _engine_args(model: str, vllm_options: dict[str, Any]) -> EngineArgs:
-    return EngineArgs(model=model, **_model_options(vllm_options))
+    return EngineArgs(model=model, **_given(_MODEL_OPTIONS, vllm_options))
 
 
-def _model_options(vllm_options: dict[str, Any]) -> dict[str, Any]:
-    return {name: vllm_options[name] for name in _MODEL_OPTIONS if vllm_options.get(name) is not None}
+def _given(names: Iterable[str], vllm_options: dict[str, Any]) -> dict[str, Any]:
+    return {name: vllm_options[name] for name in names if vllm_options.get(name) is not None}
 
 
 def resolve_scorer(config: TangramConfig, identity: dict[str, Any]) -> TangramConfig:
@@ -179,6 +180,11 @@ def _cached(
     folder = paths.writable_cache_dir() / "profiles"
     path = folder / f"{Path(model).name}-{digest}.{config.scorer}.{__version__}.safetensors"
     if not path.exists():
+        if (vllm_options.get("nnodes") or 1) > 1:
+            raise TangramError(
+                f"there is no retention profile of {model} for scorer {config.scorer}, and none is made across nodes: "
+                "make one on one node with `tangram profile`, and give it on all nodes with --profile"
+            )
         folder.mkdir(exist_ok=True)
         logger.warning(
             "Tangram: no retention profile of %s for scorer %s yet; making one now from %d pilot samples. "
@@ -213,13 +219,15 @@ def make_profile(
 ) -> RetentionProfile:
     """Start an engine at retention 1, run the samples with a progress bar, and stop the engine.
 
-    No other engine runs meanwhile, and it has ended when this returns: a model that fits once can be profiled. Beside
-    the model it takes the KV of one sample and one chunk's scores of all layers.
+    The profile is that of the whole model, whatever the number of ranks. No other engine runs meanwhile, and this one
+    has ended when this returns: a model that fits once can be profiled. Beside the model it takes the KV of one sample
+    and one chunk's scores of all layers.
 
     Args:
         config: names scorer, gate, sinks, window and chunk size.
         model: path or name.
-        vllm_options: vLLM's options, of which those that decide what is computed are used.
+        vllm_options: vLLM's options, of which those that decide what is computed, and over how many ranks of tensor
+            parallelism, are used.
         samples: pilot texts and their domains.
         source: where they come from, for the file.
         max_tokens: tokens of a sample that are used; None: ``pilot_tokens``.
@@ -247,8 +255,8 @@ def make_profile(
         kv_cache_memory_bytes=_full_kv_bytes(served, longest, config.chunk_size),
         enforce_eager=True,
         **ours,
-        **_model_options(vllm_options),
-        **{name: vllm_options[name] for name in _START_OPTIONS if vllm_options.get(name) is not None},
+        **_given(_MODEL_OPTIONS, vllm_options),
+        **_given(_DEVICE_OPTIONS, vllm_options),
     )
     try:
         with progress_bars() as start:
@@ -262,8 +270,11 @@ def make_profile(
 
 
 def _full_kv_bytes(model: ModelConfig, num_tokens: int, chunk_size: int) -> int:
-    """KV memory of one prompt at retention 1 and of a chunk's scratch pages, each rounded up to blocks."""
-    num_layers, num_kv_heads = model.get_num_layers(ParallelConfig()), model.get_total_num_kv_heads()
+    """KV memory of one prompt at retention 1 and of a chunk's scratch pages, each rounded up to blocks.
+
+    Enough for one rank, and so for each of several.
+    """
+    num_layers, num_kv_heads = model.get_total_num_hidden_layers(), model.get_total_num_kv_heads()
     rounding = 4 * DEFAULT_BLOCK_SIZE
     heads_by_tokens = num_layers * num_kv_heads * (num_tokens + rounding) + num_kv_heads * (chunk_size + rounding)
     return heads_by_tokens * 2 * model.get_head_size() * model.dtype.itemsize

@@ -17,7 +17,7 @@ from vllm_tangram.engine.compat import check_supported
 from vllm_tangram.engine.manager import HeadGroupManager, RequestBudget
 from vllm_tangram.engine.metrics import PageStats
 from vllm_tangram.engine.sessions import SessionCache
-from vllm_tangram.engine.setup import MAX_RETENTIONS, host_pages, plan_of
+from vllm_tangram.engine.setup import MAX_RETENTIONS, host_pages, layout_of, plan_of
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.engine.spill import COPIES
 from vllm_tangram.errors import TangramError
@@ -53,9 +53,9 @@ class TangramScheduler(Scheduler):
         self.pages = manager
         manager.sessions = SessionCache(self.plan.config.session_ttl, host_pages=host_pages(self.vllm_config))
         self.kv_cache_manager.estimate_cached_tokens = manager.cached_tokens  # vLLM's reads hashes of blocks of tokens
-        self.page_bytes = spec.page_size_bytes
+        self.page_bytes = layout_of(self.vllm_config).bytes_of(1)
         self.num_preemptions = 0
-        admission.log_capacity(self.vllm_config, self.plan, self.kv_cache_config.num_blocks, spec.page_size_bytes)
+        admission.log_capacity(self.vllm_config, self.plan, self.kv_cache_config.num_blocks)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """vLLM's, with what workers have to copy between pool and host before the forward."""

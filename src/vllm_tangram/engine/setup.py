@@ -8,16 +8,17 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.utils import get_pp_indices
 from vllm.platforms import current_platform
 
-from vllm_tangram.budget import RetentionPlan, RetentionProfile, model_fingerprint
+from vllm_tangram.budget import HeadGroups, RetentionPlan, RetentionProfile, model_fingerprint
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.pages.layout import PageLayout
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, ParallelConfig, VllmConfig
 
 OPTIONS_KEY = "tangram"  # in VllmConfig.additional_config
 
@@ -48,19 +49,53 @@ def gate_digest(config: TangramConfig) -> str | None:
 
 
 def plan_of(vllm_config: VllmConfig) -> RetentionPlan:
-    """What each head may keep, from the options and the profile; cached per process."""
+    """What each head of the whole model may keep, from the options and the profile; the same on all ranks, cached per
+    process.
+
+    Raises:
+        TangramError: as ``RetentionPlan``.
+
+    """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     return _build_plan(
         json.dumps(config_of(vllm_config).model_dump(), sort_keys=True),
-        model.get_num_layers(parallel),
-        model.get_num_kv_heads(parallel),
+        model.get_total_num_hidden_layers(),
+        model.get_total_num_kv_heads(),
         vllm_config.cache_config.block_size,
         model.max_model_len,
+        parallel.tensor_parallel_size,
+        stage_layers(model, parallel),
     )
 
 
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, ...]:
+    """Layers of each pipeline stage, as vLLM cuts the model."""
+    num_layers, stages = model.get_total_num_hidden_layers(), parallel.pipeline_parallel_size
+    bounds = [get_pp_indices(num_layers, stage, stages) for stage in range(stages)]
+    return tuple(end - start for start, end in bounds)
+
+
+def rank_of(vllm_config: VllmConfig) -> int:
+    """This worker's rank in its engine; vLLM sets it when the worker is made."""
+    parallel = vllm_config.parallel_config
+    return int(parallel.rank % parallel.world_size)
+
+
+def groups_of(vllm_config: VllmConfig) -> HeadGroups:
+    """Groups and columns of the heads that this worker holds."""
+    return plan_of(vllm_config).groups.of_rank(rank_of(vllm_config))
+
+
 @functools.lru_cache(maxsize=32)
-def _build_plan(options: str, num_layers: int, num_kv_heads: int, block_size: int, max_tokens: int) -> RetentionPlan:
+def _build_plan(
+    options: str,
+    num_layers: int,
+    num_kv_heads: int,
+    block_size: int,
+    max_tokens: int,
+    tensor_parallel_size: int,
+    stage_layers: tuple[int, ...],
+) -> RetentionPlan:
     config = TangramConfig.parse(json.loads(options))
     profile = RetentionProfile.load(Path(config.profile)) if config.profile else None
     return RetentionPlan(
@@ -70,6 +105,8 @@ def _build_plan(options: str, num_layers: int, num_kv_heads: int, block_size: in
         num_kv_heads=num_kv_heads,
         block_size=block_size,
         max_tokens=max_tokens,
+        tensor_parallel_size=tensor_parallel_size,
+        stage_layers=stage_layers,
     )
 
 
@@ -84,11 +121,12 @@ def layout_of(vllm_config: VllmConfig) -> PageLayout:
         dtype_size=model.dtype.itemsize,
         num_groups=plan.num_groups,
         num_members=int(plan.groups.group.size),
+        num_ranks=plan.groups.num_ranks,
     )
 
 
 def staging_pages(vllm_config: VllmConfig) -> int:
-    """Scratch pages of the CPU worker: one layer's share of the largest step, each chunk rounded up to blocks.
+    """Scratch pages of a CPU worker: one layer's share of the largest step, each chunk rounded up to blocks.
 
     On CUDA a chunk is attended to where it is, so there are none.
     """
@@ -102,10 +140,10 @@ def staging_pages(vllm_config: VllmConfig) -> int:
 
 
 def host_pages(vllm_config: VllmConfig) -> int:
-    """Pages of the host memory that sessions may take, 0 without sessions."""
+    """Pages of the host memory that sessions may take, 0 without sessions; each rank keeps its part of every one."""
     if not vllm_config.cache_config.enable_prefix_caching:
         return 0
-    return int(config_of(vllm_config).session_spill_gib * 2**30) // layout_of(vllm_config).page_bytes
+    return int(config_of(vllm_config).session_spill_gib * 2**30) // layout_of(vllm_config).bytes_of(1)
 
 
 def fingerprint_of(model_config: ModelConfig, load_config: LoadConfig) -> dict[str, Any]:

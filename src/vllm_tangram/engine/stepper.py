@@ -30,7 +30,7 @@ class Step:
         seconds: wall time.
         generated: tokens generated so far, by each request that got one in this step.
         finished: answers of the requests that ended with this step.
-        held_bytes: KV bytes of each request that holds any after this step, in no particular order.
+        held_bytes: KV bytes on a rank of each request that holds any after this step, in no particular order.
         kept_fraction: pages held over full KV, all those requests together; 1 for stock, None when none holds any.
 
     """
@@ -74,7 +74,7 @@ class EngineStepper:
     Attributes:
         tokenizer: of the model; None with ``skip_tokenizer_init``.
         scheduler: vLLM's, or ours.
-        kv_cache_bytes: memory given to the KV cache, scratch pages included.
+        kv_cache_bytes: memory given to the KV cache of a rank, scratch pages included.
         num_threads: OpenMP threads of the model.
         versions: of vLLM and torch.
         profile: path of the retention profile, None without one.
@@ -91,12 +91,13 @@ class EngineStepper:
             ours: whether pages are head groups (``vllm_tangram.LLM``) or stock (``vllm.LLM``).
             options: further options of that class.
             kv_tokens: KV memory, as the number of tokens whose full KV fills it: the same bytes for both engines.
-            kv_bytes: the same in bytes, instead of ``kv_tokens``.
+            kv_bytes: the same in bytes of a rank, instead of ``kv_tokens``.
 
         """
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         model = model_path(model)
-        self.kv_cache_bytes = kv_tokens * _full_kv_bytes_per_token(model) if kv_bytes is None else kv_bytes
+        whole = kv_tokens * _full_kv_bytes_per_token(model)
+        self.kv_cache_bytes = whole // options.get("tensor_parallel_size", 1) if kv_bytes is None else kv_bytes
         engine = (LLM if ours else vllm.LLM)(model, kv_cache_memory_bytes=self.kv_cache_bytes, **options).llm_engine
         client = engine.engine_core
         assert isinstance(client, InprocClient)
@@ -189,7 +190,7 @@ class EngineStepper:
         return sum(request.num_preemptions for request in self._counted)
 
     def held(self) -> tuple[int, float | None]:
-        """KV bytes that requests hold now, and what fraction of their full KV that is (as in ``Step``)."""
+        """KV bytes that requests hold now on a rank, and what fraction of their full KV that is (as in ``Step``)."""
         count = sum(map(len, self._pages.req_to_blocks.values()))
         return count * self._block_bytes, self._kept_fraction(count > 0)
 

@@ -31,6 +31,6 @@ class Tova(Scorer):
         num_tokens, num_heads, head_dim = key.shape
         last = query[-1].float().view(num_heads, -1, head_dim)  # [H, group, d]
         attention = (last @ key.float().permute(1, 2, 0) * context.scale).softmax(dim=-1)  # [H, group, T]
-        scores: Tensor = attention.mean(dim=(0, 1))
+        scores = context.mean_over_ranks(attention.mean(dim=(0, 1)))
         scores[-1] = 1  # the most that a mean attention weight can be
         return scores.expand(num_heads, num_tokens).contiguous()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed import get_pp_group
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_tangram.engine.admission import retention_of
@@ -16,7 +17,7 @@ from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCP
 from vllm_tangram.engine.cpu.generator import RewindableGenerator
 from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.scoring import LayerScorer
-from vllm_tangram.engine.setup import plan_of, staging_pages
+from vllm_tangram.engine.setup import groups_of, plan_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.table import PageTable, compile_kernels
 
@@ -52,14 +53,19 @@ class TangramCPUModelRunner(CPUModelRunner):
 
     def load_model(self, load_dummy_weights: bool = False) -> None:
         super().load_model(load_dummy_weights)
+        if not get_pp_group().is_first_rank:  # vLLM makes this in its warm-up, which it leaves out in eager mode
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
         plan = self.plan = plan_of(self.vllm_config)
+        groups = groups_of(self.vllm_config)
 
         def implement(index: int, stock: Any, scorer: LayerScorer) -> HeadGroupCPUAttention:
             return HeadGroupCPUAttention(
                 stock,
                 index=index,
-                group=plan.groups.group[index],
-                column=plan.groups.column[index],
+                group=groups.group[index],
+                column=groups.column[index],
                 block_size=plan.block_size,
                 dtype=self.model_config.dtype,
                 config=plan.config,

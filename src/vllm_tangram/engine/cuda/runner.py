@@ -17,7 +17,7 @@ from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention, HeadGroup
 from vllm_tangram.engine.cuda.splits import DecodeSplits
 from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.scoring import LayerScorer
-from vllm_tangram.engine.setup import MAX_RETENTIONS, plan_of
+from vllm_tangram.engine.setup import MAX_RETENTIONS, groups_of, plan_of
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.device import DevicePages
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
-    from vllm_tangram.budget import EvictionSchedule, RetentionPlan
+    from vllm_tangram.budget import EvictionSchedule, HeadGroups, RetentionPlan
     from vllm_tangram.engine.profiling import ScoreObserver
 
 
@@ -58,9 +58,14 @@ class TangramGPUModelRunner(GPUModelRunner):
         self.observer: ScoreObserver | None = None
 
     @cached_property
+    def groups(self) -> HeadGroups:
+        """Groups and columns of the KV heads that this rank holds."""
+        return groups_of(self.vllm_config)
+
+    @cached_property
     def heads(self) -> list[LayerHeads]:
-        """Groups and columns of every layer's KV heads, on the device."""
-        groups = self.plan.groups
+        """The same by layer, on the device."""
+        groups = self.groups
         return [
             LayerHeads(torch.tensor(group, device=self.device), torch.tensor(column, device=self.device))
             for group, column in zip(groups.group, groups.column, strict=True)

@@ -38,7 +38,7 @@ class DecodeSplits:
             num_blocks: thread blocks of a layer; None for as many as the device runs of this model's kernel at once.
 
         """
-        groups = runner.plan.groups
+        groups = runner.groups
         config, parallel = runner.model_config, runner.parallel_config
         head_dim, heads = config.get_head_size(), groups.group.shape[1]
         ratio = int(config.get_num_attention_heads(parallel) // config.get_num_kv_heads(parallel))
