@@ -83,6 +83,11 @@ def test_options(embedded: Path, options: dict[str, Any], message: str) -> None:
     refused(embedded, message, **options)
 
 
+def test_a_check_that_is_neither_on_nor_off(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANGRAM_CHECK", "yes")
+    refused(embedded, "TANGRAM_CHECK must be 0 or 1, got 'yes'")
+
+
 @pytest.fixture
 def model_like(embedded: Path, tmp_path: Path) -> Callable[..., Path]:
     """A model folder with another config.json, and no weights."""

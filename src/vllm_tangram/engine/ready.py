@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.check import check_wanted
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.host import check_host_memory
 from vllm_tangram.engine.options import engine_options, for_platform, vllm_refusals
@@ -50,6 +51,7 @@ def ready_options(
 
     """
     check_vllm()
+    check_wanted()
     config = for_platform(config)
     with vllm_refusals(f"{model}: "), _muted():  # vLLM builds and tells this again when it starts: milliseconds
         vllm_config = build(engine_options(config, given))
