@@ -59,5 +59,5 @@ def write_atomically(path: Path, data: bytes, name: str) -> None:
 
 def _temporary(path: Path) -> Path:
     # In the same folder, or the rename would be a copy; not by tempfile, whose files only their owner may read. Opened
-    # only if it is new, so that a link that somebody put there is not followed; hence never the name of one left behind.
+    # only if it is new, so that no link that somebody put there is followed; hence never the name of one left behind.
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
