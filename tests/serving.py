@@ -23,7 +23,7 @@ import pytest
 
 START_SECONDS = 240
 OURS = ("-m", "vllm_tangram.cli", "serve")
-STOCK = ("-m", "vllm.entrypoints.cli.main", "serve")
+STOCK = ("-m", "vllm.entrypoints.openai.api_server")  # the `vllm` command wants a distribution of that very name
 
 
 @dataclass(frozen=True)
