@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from tests.budget.strategies import make_profile
 from tests.compression.gates import MODEL, untrained_gate
 from tests.fuzz.mutations import VALUES, damaged_bytes, damaged_header
+from tests.gates.test_convert import MODEL_OF_GATE, published
 from typer.testing import CliRunner
 
 from vllm_tangram import RetentionProfile, TangramConfig, TangramError
@@ -24,6 +25,7 @@ from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.cli.app import app
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.compression.shipped import find_gate, known_gate
+from vllm_tangram.gates.convert import convert
 
 MANY = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
@@ -134,6 +136,22 @@ def test_a_damaged_gate_in_the_cache_disturbs_nobody(
     if known_gate(MODEL) is not None:
         assert find_gate(None, MODEL) == file
         Gate.load(file)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["zip", "pickle"])
+def checkpoint_bytes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A published gate, in torch's present and in its old format."""
+    path = tmp_path_factory.mktemp("checkpoint") / "gate.pt"
+    torch.save(published(), path, _use_new_zipfile_serialization=request.param)
+    return path.read_bytes()
+
+
+@MANY
+@given(data=st.data())
+def test_published_gates(data: st.DataObject, checkpoint_bytes: bytes, file: Path) -> None:
+    file.write_bytes(data.draw(damaged_bytes(checkpoint_bytes)))
+    with or_refused("file.safetensors"):
+        assert convert(file, MODEL_OF_GATE).num_layers == MODEL_OF_GATE["num_hidden_layers"]
 
 
 @settings(MANY, max_examples=60)
