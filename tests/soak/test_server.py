@@ -89,7 +89,8 @@ async def watch(server: Server, client: httpx.AsyncClient, record: Record) -> No
 async def soak(server: Server, traffic: Traffic, total: int) -> Record:
     """Send bursts, each while the ones before it are still being served."""
     record, random = Record(), Random(traffic.seed)
-    limits = httpx.Limits(max_connections=400, keepalive_expiry=2)  # the server closes idle connections after 5 s
+    # None is used twice: to the server one is idle when it has sent its answer, to who reads slowly much later.
+    limits = httpx.Limits(max_connections=400, max_keepalive_connections=0)
     async with httpx.AsyncClient(
         base_url=server.url, headers=server.http.headers, timeout=600, limits=limits
     ) as client:
@@ -101,6 +102,7 @@ async def soak(server: Server, traffic: Traffic, total: int) -> Record:
                 while len(pending) > 200:
                     _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 await asyncio.sleep(random.choice([0, 0.02, 0.2]))
+        assert not watching.done(), "the server answered no more"
         watching.cancel()
     return record
 
