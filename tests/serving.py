@@ -21,7 +21,7 @@ import httpx
 import openai
 import pytest
 
-START_SECONDS = 240
+START_SECONDS = 400
 OURS = ("-m", "vllm_tangram.cli", "serve")
 STOCK = ("-m", "vllm.entrypoints.openai.api_server")  # the `vllm` command wants a distribution of that very name
 

@@ -11,18 +11,21 @@ from random import Random
 MAX_MODEL_LEN = 1024
 RETENTION_FLOOR = 0.1
 POOL = 160  # pages: about 20 of the requests below; so the pool is full and requests are preempted
-SERVER_OPTIONS = (
-    "--retention=0.25",
-    f"--retention-floor={RETENTION_FLOOR}",
-    "--budgets=uniform",
-    "--chunk-size=64",
-    "--window=16",
+STOCK_OPTIONS = (
     "--dtype=float32",
     "--enforce-eager",
     f"--max-model-len={MAX_MODEL_LEN}",
     "--max-num-seqs=48",
     f"--num-gpu-blocks-override={POOL + 1}",
     "--kv-cache-memory-bytes=64000000",
+)
+SERVER_OPTIONS = (
+    "--retention=0.25",
+    f"--retention-floor={RETENTION_FLOOR}",
+    "--budgets=uniform",
+    "--chunk-size=64",
+    "--window=16",
+    *STOCK_OPTIONS,
 )
 
 READ, SLOWLY, VANISH = "reads", "reads slowly", "vanishes"

@@ -27,6 +27,7 @@ def shared() -> Iterator[Shared]:
 
 
 @pytest.mark.engine
+@pytest.mark.timeout(1200)  # the first row of a server starts two
 @pytest.mark.parametrize(
     "row", [pytest.param(row, id=row.feature, marks=pytest.mark.slow if row.slow else ()) for row in ROWS]
 )
