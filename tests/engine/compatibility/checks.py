@@ -167,6 +167,7 @@ def chat_tools(lab: Lab) -> None:
     function = {
         "name": "cranes",
         "description": "Cranes of a port",
+        "strict": True,  # else any JSON will do, and a random model gives any
         "parameters": {
             "type": "object",
             "properties": {"port": {"type": "string", "enum": ["seven", "fourteen"]}, "all": {"type": "boolean"}},
