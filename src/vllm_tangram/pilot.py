@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from pydoc_data.topics import topics
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_tangram.errors import TangramError
 
 MIN_CHARACTERS = 14_000
-"""Length of every pilot text: well over 2048 tokens with the tokenisers of current models."""
+"""Least length of a pilot text: well over 2048 tokens with the tokenisers of current models."""
+
+BUILT_IN = "built-in pilot texts"
+"""What a profile says of them."""
+
+_MIN_TOKENS = 2048
 
 _NAMES = ("Amara", "Bruno", "Chiara", "Dmitri", "Elif", "Farid", "Greta", "Hiro", "Ines", "Jonas", "Kavya", "Lior")
 _CITIES = ("Accra", "Bergen", "Cusco", "Dakar", "Esbjerg", "Fukuoka", "Galway", "Hanoi", "Izmir", "Jaipur", "Kyiv")
@@ -39,20 +45,39 @@ _QUESTIONS = (
 )
 
 
-def pilot_texts(count: int, seed: int = 0) -> list[str]:
-    """Make ``count`` texts of five kinds in turn: prose, code, records, dialogue, and a document with instructions.
+class Sample(NamedTuple):
+    """A text to profile on, and the kind of traffic that it stands for."""
 
-    Each has at least `MIN_CHARACTERS` characters. The same seed gives the same texts on the same Python version,
-    and text i does not depend on ``count``.
+    text: str
+    domain: str
+
+
+def pilot_samples(count: int, seed: int = 0, tokens: int = _MIN_TOKENS) -> list[Sample]:
+    """Make ``count`` samples of five domains in turn: prose, code, records, dialogue, and documents with instructions.
+
+    Each has at least `MIN_CHARACTERS` characters, and in proportion more where more than 2048 ``tokens`` are asked for.
+    The same seed gives the same texts on the same Python version, sample i does not depend on ``count``, and a longer
+    text begins with the shorter one.
     """
-    makers = (_prose, _code, _records, _dialogue, _instructed)
-    return [_at_least(MIN_CHARACTERS, makers[i % len(makers)], Random(f"{seed}/{i}")) for i in range(count)]
+    characters = MIN_CHARACTERS * max(tokens, _MIN_TOKENS) // _MIN_TOKENS
+    domains = list(_DOMAINS)
+    samples = []
+    for i in range(count):
+        domain = domains[i % len(domains)]
+        samples.append(Sample(_at_least(characters, _DOMAINS[domain], Random(f"{seed}/{i}")), domain))
+    return samples
 
 
-def load_samples(path: str | Path) -> list[str]:
-    """Read texts from a JSONL file: one object a line with "text", "prompt" or "messages" (role and content).
+def pilot_texts(count: int, seed: int = 0) -> list[str]:
+    """The texts alone of ``pilot_samples``."""
+    return [sample.text for sample in pilot_samples(count, seed)]
 
-    Messages are joined as "role: content" paragraphs; blank lines are skipped.
+
+def load_samples(path: str | Path) -> list[Sample]:
+    """Read samples from a JSONL file: one object a line with "text", "prompt" or "messages" (role and content).
+
+    Messages are joined as "role: content" paragraphs; blank lines are skipped. A line may name its "domain"; else it
+    is the file's name without its endings.
 
     Raises:
         TangramError: names the file, and the line where one is wrong.
@@ -62,19 +87,36 @@ def load_samples(path: str | Path) -> list[str]:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise TangramError(f"cannot read samples from {path}: {error}") from None
-    samples = [_sample(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    domain = Path(path).name.split(".")[0] or Path(path).name
+    samples = [_sample(line, domain, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
     if not samples:
         raise TangramError(f'{path} has no samples; write one JSON object a line, such as {{"text": "..."}}')
     return samples
 
 
-def _sample(line: str, where: str) -> str:
+def mixture(samples: Iterable[Sample], most: int) -> list[Sample]:
+    """Up to ``most`` samples, one of each domain in turn, so that no domain is left out and none fills the profile.
+
+    Samples of a domain stay in order; where one has no more, the others go on.
+    """
+    domains: dict[str, list[Sample]] = {}
+    for sample in samples:
+        domains.setdefault(sample.domain, []).append(sample)
+    rounds = zip_longest(*domains.values())
+    return [sample for one_of_each in rounds for sample in one_of_each if sample is not None][:most]
+
+
+def _sample(line: str, domain: str, where: str) -> Sample:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise TangramError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(record, dict):
         raise TangramError(f"{where}: expected a JSON object, got {type(record).__name__}")
+    return Sample(_text_of(record, where), _text(record.get("domain", domain), "domain", where))
+
+
+def _text_of(record: dict[str, Any], where: str) -> str:
     for field in ("text", "prompt"):
         if field in record:
             return _text(record[field], field, where)
@@ -184,3 +226,12 @@ def _instructed(random: Random) -> Iterator[str]:
         yield f"## Document {number}: {topic}\n\n" + "\n\n".join(passages)
     topic, passages = random.choice(read)
     yield f"Question: {random.choice(_QUESTIONS).format(topic=topic)}\n\nAnswer: {passages[0]}"
+
+
+_DOMAINS: dict[str, Callable[[Random], Iterator[str]]] = {
+    "prose": _prose,
+    "code": _code,
+    "records": _records,
+    "dialogue": _dialogue,
+    "instructed": _instructed,
+}

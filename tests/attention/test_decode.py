@@ -14,7 +14,7 @@ from torch import Tensor
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from vllm_tangram.attention.decode import DecodeBatch, SplitScratch, Tuning, decode_attention  # noqa: E402
-from vllm_tangram.attention.partition import work_list  # noqa: E402
+from vllm_tangram.attention.partition import SplitPlan  # noqa: E402
 from vllm_tangram.attention.reference import ragged_attention  # noqa: E402
 from vllm_tangram.budget.schedule import EvictionSchedule  # noqa: E402
 from vllm_tangram.pages.device import DevicePages  # noqa: E402
@@ -33,19 +33,24 @@ class Step:
     value: Tensor
     pool: Tensor
     batch: DecodeBatch
-    work: Tensor
+    members: Tensor
+    num_blocks: int
     scratch: SplitScratch
     held: list[list[Tensor]]  # [row][head] -> [len, 3] page, column and place of every token held, the new one last
 
-    def run(self, tuning: Tuning) -> Tensor:
+    def run(self, tuning: Tuning, *, min_tiles: int = 1, even: bool = False) -> Tensor:
         """Output of the kernel; everything it should write is poisoned before."""
+        rows = len(self.query) + 1
+        plan = SplitPlan(self.members, rows, self.num_blocks, tuning.tile, min_tiles=min_tiles, even=even)
+        plan.make(self.batch)
         output = torch.full(self.query.shape, torch.nan, dtype=self.query.dtype, device=DEVICE)
         self.scratch.partial.fill_(torch.nan)
         self.scratch.log_sums.fill_(torch.nan)
         decode_attention(
             *(self.query, self.key, self.value, self.pool, output),
             batch=self.batch,
-            work=self.work,
+            plan=plan,
+            layer=1,
             scratch=self.scratch,
             scale=self.query.shape[-1] ** -0.5,
             tuning=tuning,
@@ -69,7 +74,8 @@ class Step:
 def make_step(
     rng: np.random.Generator,
     lengths: list[tuple[int, int] | None],  # (prompt, tokens) of each row
-    pieces: list[int],
+    num_heads: int,
+    num_blocks: int,
     *,
     block: int,
     head_dim: int,
@@ -77,9 +83,7 @@ def make_step(
     dtype: torch.dtype,
     num_groups: int = 3,
     group_size: int = 2,
-    round_up: bool = False,
 ) -> Step:
-    num_heads = len(pieces)
     most = max((max(length) for length in lengths if length), default=1)
     blocks = -(-most // block)
     # Two retentions: what rises at each block is random, but for group 0, which keeps everything.
@@ -121,8 +125,8 @@ def make_step(
 
     fused = torch.randn(len(lengths), num_heads * (ratio + 2), head_dim, device=DEVICE).to(dtype)  # as a qkv projection
     query, key, value = fused.split([num_heads * ratio, num_heads, num_heads], dim=1)
-    listed = work_list(pieces, rng.random(num_heads), group, column, num_rows=len(lengths), round_up=round_up)
-    work = torch.from_numpy(listed).to(DEVICE)
+    own = np.stack([group, column], 1)
+    members = torch.from_numpy(np.stack([own[::-1], own]).astype(np.int32)).to(DEVICE)  # the step is of layer 1
     batch = DecodeBatch(
         requests=torch.tensor(
             [slot if n else -1 for slot, n in zip(slots, lengths, strict=True)], dtype=torch.int32
@@ -131,13 +135,13 @@ def make_step(
         flat=torch.from_numpy(flat).to(DEVICE),
         pages=pages,
     )
-    scratch = SplitScratch(len(lengths) * len(work) + 5, ratio, head_dim, DEVICE)
-    return Step(query, key, value, pool.to(DEVICE, dtype), batch, work, scratch, held)
+    scratch = SplitScratch(max(num_blocks, (len(lengths) + 1) * num_heads), ratio, head_dim, DEVICE)
+    return Step(query, key, value, pool.to(DEVICE, dtype), batch, members, num_blocks, scratch, held)
 
 
-def check(step: Step, tuning: Tuning) -> None:
+def check(step: Step, tuning: Tuning, *, min_tiles: int = 1, even: bool = False) -> None:
     before = step.pool.cpu().clone()
-    output = step.run(tuning)
+    output = step.run(tuning, min_tiles=min_tiles, even=even)
     for row in range(len(output)):
         expected = step.expected(row)
         error = (output[row].double() - expected).norm() / expected.norm().clamp(min=1e-30)
@@ -173,65 +177,47 @@ def test_matches_reference(block: int, head_dim: int, ratio: int, dtype: torch.d
         (int(rng.integers(1, 6 * block)), 6 * block + int(rng.integers(block))),
         (7 * block - 1, 7 * block),
     ]
-    pieces = [1, 5, int(rng.integers(2, 9))]
-    step = make_step(rng, lengths, pieces, block=block, head_dim=head_dim, ratio=ratio, dtype=dtype)
-    check(step, Tuning(tile, min_tiles=int(rng.integers(1, 4))))
+    step = make_step(
+        rng, lengths, 3, int(rng.integers(1, 60)), block=block, head_dim=head_dim, ratio=ratio, dtype=dtype
+    )
+    check(step, Tuning(tile), min_tiles=int(rng.integers(1, 4)), even=bool(rng.integers(2)))
 
 
-@pytest.mark.parametrize(("pieces", "fan"), [(1, 16), (2, 16), (23, 16), (16, 4), (61, 8), (61, 2)])
-def test_long_request_whatever_the_split(pieces: int, fan: int) -> None:
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize(("blocks", "fan"), [(1, 16), (2, 16), (47, 16), (32, 4), (123, 8), (123, 2)])
+def test_long_request_whatever_the_split(blocks: int, fan: int, even: bool) -> None:
     """2 heads' 50 to 64 tiles of 16 in pieces that are combined in one level, in two, and in more than one chunk."""
     rng = np.random.default_rng()
     step = make_step(
         rng,
         [(800, 1023)],
-        [pieces, pieces],
+        2,
+        blocks,
         block=32,
         head_dim=128,
         ratio=8,
         dtype=torch.float32,
         num_groups=1,
     )
-    check(step, Tuning(tile=16, min_tiles=1, fan=fan))
-
-
-@pytest.mark.parametrize("round_up", [False, True])
-def test_requests_are_cut_by_their_length(round_up: bool) -> None:
-    """Pieces follow a request's own length: the map is for the mean, and a longer request uses more slots."""
-    rng = np.random.default_rng()
-    lengths = [(100, 110), (600, 610), None, (300, 320)]
-    step = make_step(
-        rng, lengths, [3, 6], block=16, head_dim=64, ratio=2, dtype=torch.float32, num_groups=1, round_up=round_up
-    )
-    check(step, Tuning(tile=16, min_tiles=1, fan=2))
-    written = step.scratch.log_sums.isfinite().any(dim=1).view(-1)[: len(lengths) * len(step.work)]
-    used = written.view(len(lengths), -1).cpu()
-    mean = 1040 // 3
-    for row, length in enumerate(lengths):
-        slots = [3 + (3 + round_up) // 2, 9]
-        for first, count, room in ((0, 3, slots[0]), (slots[0], 6, slots[1])):
-            wanted = min((count * length[1] + round_up * (mean - 1)) // mean, room) if length else 0
-            tiles = -(-(length[1] - 1) // 16) if length else 0
-            most = -(-tiles // -(-tiles // wanted)) if wanted > 1 else 0  # a single piece goes straight to the output
-            assert int(used[row, first : first + room].sum()) == (most if most > 1 else 0)
+    check(step, Tuning(tile=16, fan=fan), even=even)
 
 
 def test_consecutive_steps_extend_the_request() -> None:
     """Tokens written by the kernel are the ones that the next step reads, across a page boundary."""
     rng = np.random.default_rng()
-    step = make_step(rng, [(40, 75)], [3, 2], block=16, head_dim=64, ratio=2, dtype=torch.float32)
+    step = make_step(rng, [(40, 75)], 2, 5, block=16, head_dim=64, ratio=2, dtype=torch.float32)
     for tokens in range(61, 75):
         step.batch.seq_lens.fill_(tokens)
         reads = Step(**{**vars(step), "held": [[places[: len(places) - 75 + tokens] for places in step.held[0]]]})
         step.key.normal_()
         step.value.normal_()
-        check(reads, Tuning(tile=16, min_tiles=1))
+        check(reads, Tuning(tile=16))
 
 
 def test_rows_without_a_page_list_do_no_harm() -> None:
     """Warm-up and graph capture run on zeroed tables: everything then lies in page 0, and nothing else is written."""
     rng = np.random.default_rng()
-    step = make_step(rng, [(50, 70), (64, 64)], [3, 1], block=16, head_dim=64, ratio=2, dtype=torch.float32)
+    step = make_step(rng, [(50, 70), (64, 64)], 2, 7, block=16, head_dim=64, ratio=2, dtype=torch.float32)
     step.batch.flat.zero_()
     step.batch.pages.rows.zero_()
     step.pool[0] = 1.0
@@ -242,10 +228,10 @@ def test_rows_without_a_page_list_do_no_harm() -> None:
 
 def test_refuses_what_the_kernel_cannot_take() -> None:
     rng = np.random.default_rng()
-    step = make_step(rng, [(20, 30)], [2, 2], block=16, head_dim=64, ratio=2, dtype=torch.float32)
+    step = make_step(rng, [(20, 30)], 2, 4, block=16, head_dim=64, ratio=2, dtype=torch.float32)
     scratch = step.scratch
     step.scratch = SplitScratch(3, 2, 64, DEVICE)
-    with pytest.raises(ValueError, match="no scratch for 1 rows of 4 pieces"):
+    with pytest.raises(ValueError, match="no scratch for 4 thread blocks"):
         step.run(Tuning(tile=16))
     step.scratch = scratch
     step.pool = step.pool.transpose(1, 2).contiguous().transpose(1, 2)

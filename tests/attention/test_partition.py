@@ -1,97 +1,174 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split map against exhaustive search, and the driver's answers."""
+"""Shares of thread blocks against the definition, and the driver's answers."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_tangram.attention.partition import plan_work, resident_blocks, split_map, work_list
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from vllm_tangram.attention.decode import DecodeBatch
+from vllm_tangram.attention.partition import SplitPlan, resident_blocks
+from vllm_tangram.budget.schedule import EvictionSchedule
 from vllm_tangram.errors import TangramError
+from vllm_tangram.pages.device import DevicePages
 
-shares_of_a_layer = st.lists(st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.3, 0.7, 1.0]), min_size=1, max_size=3)
-
-
-@given(shares=shares_of_a_layer, num_rows=st.integers(1, 5), resident=st.integers(1, 40), waves=st.floats(0.3, 3))
-def test_longest_piece_is_as_short_as_can_be(shares: list[float], num_rows: int, resident: int, waves: float) -> None:
-    pieces = split_map([shares], num_rows, resident, waves)[0]
-    room = max(len(shares), int(waves * resident / num_rows))
-    assert pieces.min() >= 1
-    assert pieces.sum() <= room
-    assert all(pieces[i] == pieces[j] for i, j in np.argwhere(np.equal.outer(shares, shares)))
-
-    # No assignment within the room is better, unless it tells apart equal shares.
-    most = min(room - len(shares) + 1, 12)
-    best = min(
-        max(share / n for share, n in zip(shares, choice, strict=True))
-        for choice in itertools.product(range(1, most + 1), repeat=len(shares))
-        if sum(choice) <= room and len(set(zip(shares, choice, strict=True))) == len(set(shares))
-    )
-    assert (np.array(shares) / pieces).max() <= best * (1 + 1e-12)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK = TILE = 16
 
 
-def test_layers_are_planned_apart() -> None:
-    shares = np.random.default_rng().random((5, 8))
-    together = split_map(shares, 4, 396, 1.5)
-    assert together.dtype == np.int32
-    np.testing.assert_array_equal(together, np.concatenate([split_map(row[None], 4, 396, 1.5) for row in shares]))
-    assert (
-        (together.sum(1) * 4 > 396 * 1.5 - 4 * 8) & (together.sum(1) * 4 <= 396 * 1.5)
-    ).all()  # and the room is used
+@dataclass(frozen=True)
+class Planned:
+    """A plan of two layers and what it is made for."""
+
+    segments: np.ndarray  # [L, R * H, 10]
+    shares: np.ndarray  # [L, C, 15]
+    old: np.ndarray  # [L, R * H] tokens held without the new one; -1 without a request
+    pages: list[list[list[int]]]  # [L][R * H] pages of what is held
+    switch: int
+
+    @property
+    def tiles(self) -> np.ndarray:
+        """[L, R * H], at least 1."""
+        return np.maximum(-(-self.old // TILE), 1)
 
 
-@given(
-    pieces=st.lists(st.integers(1, 6), min_size=1, max_size=6),
-    num_rows=st.sampled_from([1, 2, 7]),
-    round_up=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
-def test_work_list_holds_every_slot_once_longest_first(
-    pieces: list[int], num_rows: int, round_up: bool, seed: int
-) -> None:
+def planned(
+    lengths: list[tuple[int, int] | None],
+    num_heads: int,
+    num_blocks: int,
+    seed: int,
+    min_tiles: int = 1,
+    switch: int = 0,
+    *,
+    even: bool = False,
+) -> Planned:
+    """Plan rows of (prompt, tokens) after another batch, which the plan must not show."""
     rng = np.random.default_rng(seed)
-    num_heads = len(pieces)
-    shares, group, column = rng.random(num_heads), rng.integers(0, 99, num_heads), rng.integers(0, 9, num_heads)
-    work = work_list(pieces, shares, group, column, num_rows=num_rows, round_up=round_up)
-    slots = [n if num_rows == 1 else n + (n + round_up) // 2 for n in pieces]
-    assert work.dtype == np.int32
-    expected = {(h, p) for h in range(num_heads) for p in range(slots[h])}
-    assert {(h, p) for h, p in work[:, :2].tolist()} == expected
-    assert len(work) == len(expected)
-    spare = work[:, 1] >= work[:, 2]
-    assert (np.diff(spare.astype(int)) >= 0).all()  # what only longer requests use comes last
-    for part in (work[~spare], work[spare]):
-        assert (np.diff((shares / pieces)[part[:, 0]]) <= 0).all()
-    for head, _, count, before, of_group, of_column, room, up in work.tolist():
-        assert (count, before, room, up) == (pieces[head], sum(slots[:head]), slots[head], round_up)
-        assert (of_group, of_column) == (group[head], column[head])
+    num_groups, num_slots = 4, len(lengths) + 3
+    blocks = -(-max((length[1] for length in lengths if length), default=1) // BLOCK)
+    rises = rng.random((blocks, num_groups)) < rng.uniform(0.1, 1, num_groups)
+    kept = np.concatenate([np.zeros((1, num_groups), int), rises.cumsum(0)]).astype(np.int32)
+    schedule = EvictionSchedule(kept, BLOCK)
+    pages = DevicePages(num_slots, num_groups, blocks, BLOCK, 1, DEVICE)
+    flat = rng.permutation(num_slots * blocks * num_groups).reshape(num_slots, -1) + 1
+    slots = rng.permutation(num_slots)[: len(lengths)]
+    members = np.stack([rng.integers(0, num_groups, (2, num_heads)), rng.integers(0, 9, (2, num_heads))], axis=-1)
+    old = np.full((2, len(lengths), num_heads), -1)
+    held: list[list[list[int]]] = [[], []]
+    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
+        of_group: list[list[int]] = [[] for _ in range(num_groups)]
+        if length is not None:
+            prompt, tokens = length
+            pages.open(slot, prompt, schedule)
+            old[:, row] = schedule.lengths(tokens, prompt)[members[..., 0]] - 1
+            born = iter(flat[slot].tolist())
+            for n, g in itertools.product(range(-(-tokens // BLOCK)), range(num_groups)):
+                if n >= prompt // BLOCK or rises[n, g]:
+                    of_group[g].append(next(born))
+        for layer, own in enumerate(held):
+            own += [of_group[g] for g in members[layer, :, 0]]
+
+    def put(values: object) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+    requests = [slot if length else -1 for slot, length in zip(slots.tolist(), lengths, strict=True)]
+    plan = SplitPlan(
+        put(members.tolist()), num_slots, num_blocks, TILE, min_tiles=min_tiles, switch_tiles=switch, even=even
+    )
+    on_device = put(flat.tolist())
+    plan.make(DecodeBatch(put([-1] * num_slots), put([0] * num_slots), on_device, pages))
+    plan.make(DecodeBatch(put(requests), put([length[1] if length else 0 for length in lengths]), on_device, pages))
+    count = len(lengths) * num_heads
+    segments, shares = plan.segments[:, :count].cpu().numpy(), plan.shares[:, : plan.num_blocks].cpu().numpy()
+    np.testing.assert_array_equal(segments[..., 2], np.broadcast_to(np.repeat(requests, num_heads), (2, count)))
+    np.testing.assert_array_equal(segments[..., 6:8], np.tile(members, (1, len(lengths), 1)))
+    return Planned(segments, shares, old.reshape(2, -1), held, switch)
 
 
-def test_planned_work_is_the_split_map_in_one_wave_or_two() -> None:
-    shares = np.random.default_rng().random((2, 8))
-    group, column = np.arange(16).reshape(2, 8), np.zeros((2, 8), int)
-    for num_rows, waves in ((1, 1.0), (8, 1.0), (9, 2.0), (200, 2.0)):  # 396 blocks are 6 pieces for 66 heads
-        for index, work in enumerate(plan_work(shares, group, column, num_rows, 396)):
-            expected = split_map(shares, num_rows, 396, waves)[index]
-            assert {(h, n) for h, n in work[:, [0, 2]].tolist()} == set(enumerate(expected.tolist()))
-            assert (work[:, 4] == group[index][work[:, 0]]).all()
-            assert (work[:, 7] == (waves > 1)).all()
+request_lengths = st.none() | st.integers(1, 300).flatmap(lambda p: st.tuples(st.just(p), st.integers(p, p + 40)))
 
 
-@pytest.mark.parametrize(
-    ("shares", "num_rows", "waves"),
-    [([0.5], 1, 1.0), ([[-0.1]], 1, 1.0), ([[np.nan]], 1, 1.0), ([[1.0]], 0, 1.0), ([[1.0]], 1, 0.0)],
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(request_lengths, min_size=1, max_size=5),
+    num_heads=st.integers(1, 4),
+    num_blocks=st.integers(1, 40),
+    seed=st.integers(0, 2**32 - 1),
+    min_tiles=st.integers(1, 3),
+    switch=st.integers(0, 3),
+    even=st.booleans(),
 )
-def test_refuses_nonsense(shares: list[float], num_rows: int, waves: float) -> None:
-    with pytest.raises(ValueError):
-        split_map(shares, num_rows, 132, waves)
+def test_every_tile_is_in_one_share(
+    lengths: list[tuple[int, int] | None],
+    num_heads: int,
+    num_blocks: int,
+    seed: int,
+    min_tiles: int,
+    switch: int,
+    even: bool,
+) -> None:
+    plan = planned(lengths, num_heads, num_blocks, seed, min_tiles, switch, even=even)
+    np.testing.assert_array_equal(plan.segments[..., 1], np.maximum(plan.old, 0))
+    for segments, shares, tiles, held in zip(plan.segments, plan.shares, plan.tiles, plan.pages, strict=True):
+        ends = (tiles + switch).cumsum()
+        begins = ends - tiles
+        np.testing.assert_array_equal(segments[:, 0], begins)
+        pieces: list[list[tuple[int, int, int]]] = [[] for _ in tiles]  # of each segment: block, first tile, end
+        for block, (first, end, low, high, page, *record) in enumerate(shares.tolist()):
+            for segment in range(first, end):
+                part = max(low - begins[segment], 0), min(high - begins[segment], tiles[segment])
+                assert part[0] < part[1]
+                pieces[segment].append((block, *part))
+            if first < end:
+                assert record == segments[first].tolist()
+                tile = max(low - begins[first], 0)
+                assert page == (held[first][tile] if segments[first, 1] > 0 else 0)  # a tile is a block here
+        for (*_, first_block, count), own, length in zip(segments.tolist(), pieces, tiles, strict=True):
+            assert [block for block, _, _ in own] == list(range(first_block, first_block + count))
+            assert [low for _, low, _ in own] == [0, *(high for _, _, high in own[:-1])]
+            assert own[-1][2] == length
+        if not even:  # all shares are equal, so none could be shorter
+            assert set((shares[:, 3] - shares[:, 2]).tolist()) == {max(-(-int(ends[-1]) // num_blocks), min_tiles)}
+
+
+def test_even_cuts_every_head_alike() -> None:
+    plan = planned([(100, 120), (300, 310)], 2, 9, seed=0, even=True)
+    assert (plan.segments[..., -1] <= 2).all()  # 9 blocks for 4 heads
+    assert plan.segments[..., -1].max() == 2
+    many = planned([(100, 120), (300, 310)], 2, 3, seed=0, even=True)
+    assert (many.segments[..., -1] == 1).all()
+    assert many.shares.shape[1] == 4  # a block for each head, however few run at once
+
+
+def test_more_segments_than_the_kernel_takes_in_at_once() -> None:
+    plan = planned([(33, 40), (20, 20), None, (1, 1)] * 90, 4, 396, seed=3)
+    for segments, shares, tiles in zip(plan.segments, plan.shares, plan.tiles, strict=True):
+        np.testing.assert_array_equal(segments[:, 0], tiles.cumsum() - tiles)
+        length, total = int(shares[0, 3]), int(tiles.sum())
+        assert length == -(-total // 396)
+        busy = shares[:, 0] < shares[:, 1]
+        assert busy.tolist() == [block * length < total for block in range(396)]
+        np.testing.assert_array_equal(
+            shares[busy, 0], np.searchsorted(tiles.cumsum(), np.arange(busy.sum()) * length, side="right")
+        )
+
+
+def test_refuses_more_rows_than_there_is_room_for() -> None:
+    plan = SplitPlan(torch.zeros(1, 2, 2, dtype=torch.int32, device=DEVICE), 1, 4, TILE)
+    pages = DevicePages(2, 1, 1, BLOCK, 1, DEVICE)
+    rows = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="2 rows, but room for 1"):
+        plan.make(DecodeBatch(rows, rows, rows[None], pages))
 
 
 class _Driver:

@@ -118,16 +118,16 @@ def test_without_profile_all_heads_are_alike() -> None:
 def test_our_kernel_reads_what_the_others_are_given(case: Case) -> None:
     ours = OurKernels(case)
     expected = [_expected(case, layer) for layer in range(SHAPE.layers)]
-    made = {"mapped": ours.mapped(50), "even": ours.even(50), "unsplit": ours.unsplit()}
+    made = {"balanced": ours.split(50), "even": ours.split(50, even=True), "few": ours.split(1)}
     for name, kernels in made.items():
         kernels.output.fill_(float("nan"))
         for layer, run in enumerate(kernels.layers):
             run()
             torch.testing.assert_close(kernels.output[layer].double(), expected[layer], rtol=0, atol=2e-5, msg=name)
     pieces = {name: kernels.notes["pieces"] for name, kernels in made.items()}
-    assert pieces["unsplit"] == [1, 1]
-    assert pieces["even"][0] == pieces["even"][1] > 1
-    assert pieces["mapped"][0] < pieces["mapped"][1]
+    assert pieces["few"] == [1, 1]
+    assert 1 < pieces["even"][1] <= 50 // (len(case.work.tokens) * SHAPE.kv_heads)
+    assert pieces["balanced"][0] < pieces["balanced"][1] > pieces["even"][1]
 
 
 def _paged(
@@ -181,7 +181,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 @NO_GPU
 @pytest.mark.usefixtures("stand_ins")
 def test_rivals_attend_to_the_same_tokens(case: Case) -> None:
-    ours = OurKernels(case).unsplit()
+    ours = OurKernels(case).split(13)
     for run in ours.layers:
         run()  # writes the new tokens
     for maker in (rivals.flash_ragged, rivals.flashinfer_ragged):
@@ -394,7 +394,7 @@ def test_a_whole_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
 @NO_GPU
 @pytest.mark.usefixtures("stand_ins")
 def test_a_kernel_that_is_wrong_does_not_agree(case: Case) -> None:
-    made = {"ours": [OurKernels(case).unsplit()], "fa3-ragged": rivals.flash_ragged(case)}
+    made = {"ours": [OurKernels(case).split(13)], "fa3-ragged": rivals.flash_ragged(case)}
     middle = SHAPE.layers // 2
     made["ours"][0].layers[middle] = lambda: None  # leaves the poison
     assert bench._compare(made)["agrees"] is False

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from vllm_tangram.bench.published import RETENTIONS, import_published, profile_and_shape
+from vllm_tangram.bench.published import import_published, profile_and_shape
 from vllm_tangram.bench.shapes import HeadShape, model_folder, shape_fingerprint, shape_names
-from vllm_tangram.budget import RetentionProfile, model_fingerprint
+from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionProfile, model_fingerprint
 from vllm_tangram.cli.app import app
 from vllm_tangram.errors import TangramError
 
@@ -51,8 +51,8 @@ def test_fingerprint_is_that_of_the_loaded_configuration(name: str) -> None:
 def test_every_sample_keeps_each_retention(tmp_path: Path) -> None:
     path = _published(tmp_path / "p.npz", meta=np.frombuffer(b'{"model_name": "M", "scorer": "s"}', np.uint8))
     profile = import_published(path, shape_fingerprint("qwen3-4b"), "keydiff")
-    assert profile.kept.shape == (3, len(RETENTIONS), 36, 8)
-    np.testing.assert_allclose(profile.kept.mean(axis=(2, 3)), np.tile(RETENTIONS, (3, 1)), atol=1e-4)
+    assert profile.kept.shape == (3, len(PROFILE_RETENTIONS), 36, 8)
+    np.testing.assert_allclose(profile.kept.mean(axis=(2, 3)), np.tile(PROFILE_RETENTIONS, (3, 1)), atol=1e-4)
     assert (np.diff(profile.kept, axis=1) >= 0).all()
     with np.load(path) as file:
         ratios = file["raw_ratio"][0]
@@ -75,7 +75,7 @@ def test_real_file(shared_data: Path) -> None:
     profile, shape = profile_and_shape(shared_data / "profiles/fastkvzip/qwen3-4b-instruct-2507/profile.npz", None)
     assert profile is not None
     assert (profile.num_samples, shape.layers, shape.kv_heads) == (28, 36, 8)
-    assert (profile.mean[RETENTIONS.index(0.25)] < 0.01).mean() > 0.2  # many heads want next to nothing
+    assert (profile.mean[PROFILE_RETENTIONS.index(0.25)] < 0.01).mean() > 0.2  # many heads want next to nothing
 
 
 def test_what_profiles_and_shapes_do_not_fit(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,21 +176,37 @@ def test_check(saved: Path) -> None:
         profile.check(model={**served, "vocab_size": 5}, scorer="snapkv")
 
 
-def test_rank_stability() -> None:
-    rows = np.array([[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.5], [0.4, 0.3, 0.2, 0.1]])
-    profile = make_profile(kept=rows.reshape(3, 1, 2, 2), retentions=np.array([0.3]))
-    np.testing.assert_allclose(profile.rank_stability(), [(1 - 1 - 1) / 3])
+def test_between_levels_what_is_kept_is_linear() -> None:
+    profile = make_profile()
+    kept = profile.kept.astype(np.float64)
+    for x, expected in (
+        (0, 0 * kept[:, 0]),
+        (0.05, kept[:, 0] / 2),
+        (0.1, kept[:, 0]),
+        (0.2, (kept[:, 0] + 2 * kept[:, 1]) / 3),
+        (0.5, kept[:, 2]),
+        (0.9, (0.2 * kept[:, 2] + 0.8)),
+        (1, np.ones_like(kept[:, 0])),
+    ):
+        np.testing.assert_allclose(profile.kept_at(x), expected, atol=1e-12)
 
-    # Ties share a rank: ranks (0.5, 0.5, 2, 3) against (0, 1, 2, 3).
-    rows = np.array([[0.1, 0.1, 0.3, 0.4], [0.1, 0.2, 0.3, 0.4]])
-    profile = make_profile(kept=rows.reshape(2, 1, 2, 2), retentions=np.array([0.3]))
-    expected = np.corrcoef([0.5, 0.5, 2, 3], [0, 1, 2, 3])[0, 1]
-    np.testing.assert_allclose(profile.rank_stability(), [expected])
+
+def test_domains_are_kept(saved: Path, tmp_path: Path) -> None:
+    assert RetentionProfile.load(saved).domains == ()  # as in files that are older than domains
+    profile = replace(make_profile(), domains=("code", "mail", "code"))
+    profile.save(tmp_path / "domains")
+    assert RetentionProfile.load(tmp_path / "domains").domains == ("code", "mail", "code")
+    some = profile.subset(np.array([True, False, True]))
+    assert some.domains == ("code", "code")
+    np.testing.assert_array_equal(some.kept, profile.kept[[0, 2]])
+    assert make_profile().subset(np.array([False, True, False])).domains == ()
 
 
-def test_rank_stability_without_pairs() -> None:
-    assert np.isnan(make_profile(samples=1).rank_stability()).all()
-    assert np.isnan(make_profile(kept=np.full((3, 3, 3, 2), 0.5)).rank_stability()).all()
+@pytest.mark.parametrize("domains", [["code"], "code", [1, 2, 3], {"code": 3}])
+def test_damaged_domains(saved: Path, domains: object) -> None:
+    _rewrite(saved, {"domains": domains})
+    with pytest.raises(TangramError, match=r"is damaged: .*domains"):
+        RetentionProfile.load(saved)
 
 
 def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:

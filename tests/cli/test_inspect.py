@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,28 @@ def test_one_sample_of_an_unknown_model(profile: Path, tmp_path: Path) -> None:
     found = report(path)
     assert found["prompts"][0]["bytes"] is None
     assert found["stability"][0]["rank_correlation"] is None
-    assert "needs two samples" in run(path)[1]
+    assert found["warning"] is None
+    assert run(path)[0] == 0
+
+
+def test_domains_and_what_is_clipped(profile: Path, tmp_path: Path) -> None:
+    """Two domains that want the opposite: each is clipped, the more so the other's budgets alone."""
+    known = RetentionProfile.load(profile)
+    kept = known.kept.copy()
+    kept[2:] = kept[2:, :, ::-1, ::-1]
+    path = tmp_path / "two.safetensors"
+    replace(known, kept=kept, domains=("code", "code", "mail", "mail")).save(path)
+    found = report(path)
+    assert [row["domain"] for row in found["domains"]] == ["code", "mail"]
+    for row in found["domains"]:
+        assert report(profile)["domains"][0]["clipped"] < row["clipped"] < row["clipped_unseen"] < 1
+    assert found["stability"][1]["least_alike"] == ["code", "mail"]
+    assert "between code and mail" in found["warning"]
+    code, out, _ = run(path)
+    assert (code, "warning: pilot samples do not agree" in out) == (0, True)
+    assert report(profile)["warning"] is None
+    assert "warning" not in run(profile)[1]
+    assert report(path, "--retention", 1)["domains"][0]["clipped"] == 0
 
 
 def test_plot(profile: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from vllm_tangram import RetentionProfile
 from vllm_tangram.cli.app import app
+from vllm_tangram.pilot import MIN_CHARACTERS, Sample
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
@@ -23,10 +24,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
 
     def make_profile(
-        config: Any, model: str, options: dict[str, Any], texts: list[str], source: str, *, max_tokens: int
+        config: Any, model: str, options: dict[str, Any], samples: list[Sample], source: str, *, max_tokens: int
     ) -> RetentionProfile:
-        calls.append({"model": model, "texts": texts, "source": source, "max_tokens": max_tokens, **options})
-        kept = np.random.default_rng(0).uniform(size=(3, 2, 4, 2)).astype(np.float32)
+        calls.append({"model": model, "samples": samples, "source": source, "max_tokens": max_tokens, **options})
+        kept = np.random.default_rng(0).uniform(size=(len(samples), 2, 4, 2)).astype(np.float32)
         return RetentionProfile(
             retentions=np.array([0.25, 0.5]),
             kept=np.sort(kept, axis=1),
@@ -35,6 +36,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
             sinks=config.sinks,
             window=config.window,
             chunk_size=config.chunk_size,
+            domains=tuple(sample.domain for sample in samples),
             info={"samples": source},
         )
 
@@ -49,13 +51,13 @@ def test_profile_is_written_and_summed_up(tmp_path: Path, calls: list[dict[str, 
     options = ["--samples", str(samples), "--num-samples", "4", "--scorer", "knorm", "--window", "32", "--json"]
     result = CliRunner().invoke(app, ["profile", "some/model", "-o", str(output), *options])
     assert result.exit_code == 0, result.output
-    texts = [f"text {i}" for i in range(4)]
-    call = {"model": "some/model", "texts": texts, "source": "own.jsonl", "max_tokens": 2048, "dtype": "auto"}
+    taken = [Sample(f"text {i}", "own") for i in range(4)]
+    call = {"model": "some/model", "samples": taken, "source": "own.jsonl", "max_tokens": 2048, "dtype": "auto"}
     assert calls == [call]
     profile = RetentionProfile.load(output)
     assert (profile.scorer, profile.window) == ("knorm", 32)
     report = json.loads(result.stdout)
-    assert (report["file"], report["layers"], report["kv_heads"], report["samples"]) == (str(output), 4, 2, 3)
+    assert (report["file"], report["layers"], report["kv_heads"], report["samples"]) == (str(output), 4, 2, 4)
     assert [row["retention"] for row in report["kept"]] == [0.25, 0.5]
     assert report["kept"][1]["max"] == pytest.approx(profile.mean[1].max())
 
@@ -65,10 +67,38 @@ def test_the_summary_says_what_is_next(tmp_path: Path, calls: list[dict[str, Any
     result = CliRunner().invoke(app, ["profile", "some/model", "-o", str(output), "--num-samples", "2"])
     assert result.exit_code == 0, result.output
     assert calls[0]["source"] == "built-in pilot texts"
-    assert len(calls[0]["texts"]) == 2
+    assert [sample.domain for sample in calls[0]["samples"]] == ["prose", "code"]
     assert f"tangram inspect {output}" in result.stdout
     assert f"tangram serve some/model --profile {output}`" in result.stdout
     assert RetentionProfile.load(output).scorer == "keydiff"  # the model has no gate
+
+
+def test_files_and_lines_are_domains_of_a_mixture(tmp_path: Path, calls: list[dict[str, Any]]) -> None:
+    for name, lines in (
+        ("mail", [{"text": f"mail {i}"} for i in range(9)]),
+        ("tickets", [{"text": "ticket 0"}, {"text": "bug 0", "domain": "bugs"}, {"text": "ticket 1"}]),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tmp_path / "p.safetensors"
+    options = ["--samples", str(tmp_path / "mail.jsonl"), "--samples", str(tmp_path / "tickets.jsonl")]
+    result = CliRunner().invoke(app, ["profile", "m", "-o", str(output), *options, "--num-samples", "5", "--json"])
+    assert result.exit_code == 0, result.output
+    assert [sample.text for sample in calls[0]["samples"]] == ["mail 0", "ticket 0", "bug 0", "mail 1", "ticket 1"]
+    assert calls[0]["source"] == "mail.jsonl, tickets.jsonl"
+    assert RetentionProfile.load(output).domains == ("mail", "tickets", "bugs", "mail", "tickets")
+    report = json.loads(result.stdout)
+    assert [(row["domain"], row["samples"]) for row in report["domains"]] == [("mail", 2), ("tickets", 2), ("bugs", 1)]
+    assert report["warning"].startswith("pilot samples do not agree")  # they are random
+    assert report["stability"][0]["between_domains"] < 0.8
+
+
+@pytest.mark.parametrize("option", ["--max-tokens", "--chunk-size"])
+def test_built_in_texts_are_as_long_as_asked_for(tmp_path: Path, calls: list[dict[str, Any]], option: str) -> None:
+    options = ["--num-samples", "1", option, "8192"]
+    result = CliRunner().invoke(app, ["profile", "some/model", "-o", str(tmp_path / "p"), *options])
+    assert result.exit_code == 0, result.output
+    assert calls[0]["max_tokens"] == 8192
+    assert len(calls[0]["samples"][0].text) >= 4 * MIN_CHARACTERS
 
 
 @pytest.mark.parametrize(

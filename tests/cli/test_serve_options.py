@@ -189,6 +189,37 @@ def test_a_profile_is_made_once_and_cached(monkeypatch: pytest.MonkeyPatch, tmp_
     assert RetentionProfile.load(paths[0]).num_layers == 4
 
 
+@pytest.mark.parametrize("agree", [True, False])
+def test_a_profile_whose_samples_do_not_agree_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: str, agree: bool
+) -> None:
+    from vllm_tangram.engine import ready
+    from vllm_tangram.engine.resolve import model_identity
+
+    config = TangramConfig(profile=str(tmp_path / "profile"))
+    kept = np.random.default_rng(0).uniform(size=(1 if agree else 3, 1, 4, 2)).astype(np.float32)
+    RetentionProfile(
+        retentions=np.array([0.25]),
+        kept=np.tile(kept, (3 if agree else 1, 1, 1, 1)),
+        scorer=config.scorer,
+        model=model_identity(model, {}),
+        sinks=config.sinks,
+        window=config.window,
+        chunk_size=config.chunk_size,
+    ).save(tmp_path / "profile")
+    warnings: list[str] = []
+    monkeypatch.setattr(ready.logger, "warning", lambda text, *values: warnings.append(text % values))
+    prepare(config, [MODEL], model)
+    if agree:
+        assert warnings == []
+    else:
+        (warning,) = warnings
+        assert warning.startswith("Tangram: pilot samples do not agree on which heads matter (rank correlation")
+        assert "tangram profile --samples" in warning
+        prepare(config.model_copy(update={"budgets": "uniform"}), [MODEL], model)
+        assert len(warnings) == 1  # equal budgets rest on no ranking
+
+
 def test_a_profile_that_is_not_there(model: str) -> None:
     with pytest.raises(TangramError, match=r"--profile: there is no file /no/profile"):
         prepare(TangramConfig(profile="/no/profile"), [MODEL], model)

@@ -7,6 +7,7 @@ plain lists.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm_tangram.attention import ragged_attention
 from vllm_tangram.attention.prefill import LayerHeads
 from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.compression import get_scorer, select_tokens
+from vllm_tangram.compression.rope import Rope
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention
 from vllm_tangram.engine.cuda.metadata import HeadGroupMetadataBuilder
@@ -139,8 +141,7 @@ class Engine:
                 get_head_size=lambda: DIM,
             ),
         )
-        self.runner.splits = DecodeSplits(self.runner)
-        self.runner.splits.__dict__["resident"] = 5  # asked of the driver where there is one
+        self.runner.splits = DecodeSplits(self.runner, num_blocks=5)  # asked of the driver where there is one
         self.builder = HeadGroupMetadataBuilder.__new__(HeadGroupMetadataBuilder)
         self.builder.num_kv_heads, self.builder.device = HEADS, device
         self.builder.bind(self.runner)
@@ -281,9 +282,13 @@ def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -
     assert [request.computed for request in (most, two, one)] == [2 * CHUNK + 4, 4 * CHUNK - 7, 2 * CHUNK + 2]
 
 
-def test_warming_up_touches_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("scorer", ["keydiff", "expected_attention"])
+def test_warming_up_touches_no_page(monkeypatch: pytest.MonkeyPatch, scorer: str) -> None:
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
-    engine = Engine(4, "keydiff")
+    engine = Engine(4, scorer)
+    angles = torch.outer(torch.arange(40.0), 0.5 ** torch.arange(DIM // 2))
+    rope = Rope(torch.cat([angles.cos(), angles.sin()], dim=1))
+    engine.layers[0].scorer = replace(engine.layers[0].scorer, rope=rope)  # which knows no position past the longest
     engine.pool.fill_(1.0)
     engine.runner.pages.rows.fill_(1)
     for num_tokens in (1, 40):

@@ -14,6 +14,7 @@ from vllm_tangram.budget import model_fingerprint
 from vllm_tangram.compression import needs_gate, scorer_names
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.embedded import embedded_model
+from vllm_tangram.pilot import pilot_samples
 
 FOLDER = Path(vllm_tangram.__file__).parent / "profiles"
 
@@ -32,4 +33,5 @@ def test_fits_the_embedded_model_and_the_defaults(scorer: str) -> None:
     defaults = TangramConfig()
     assert (profile.sinks, profile.window, profile.chunk_size) == (defaults.sinks, defaults.window, defaults.chunk_size)
     assert profile.num_samples == 50
+    assert profile.domains == tuple(sample.domain for sample in pilot_samples(50))
     assert not any("/" in value for value in profile.info.values())  # nothing of the machine that made it

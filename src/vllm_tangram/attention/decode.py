@@ -2,7 +2,7 @@
 """Decode attention of one layer over pages of head groups, read in place, in one kernel that also writes the new token.
 
 Words: R rows of the batch, H KV heads, Hq query heads, q query heads of a KV head, D head size, B tokens of a block,
-S request slots, W work items of the layer (`work_list`). Nothing here waits for the device, and all sizes are known on
+S request slots, C thread blocks of a layer (`SplitPlan`). Nothing here waits for the device, and all sizes are known on
 the host, so calls can be captured in CUDA graphs.
 """
 
@@ -17,11 +17,10 @@ import triton
 from torch import Tensor
 
 from vllm_tangram.attention.decode_kernel import QUERY_ROWS, decode_kernel
-from vllm_tangram.attention.partition import WORK_ITEM
-from vllm_tangram.pages.device import ROW_HEADER, DevicePages
+from vllm_tangram.attention.partition import SEGMENT, SHARE, SplitPlan
+from vllm_tangram.pages.device import DevicePages
 
 _TILE_BYTES = 32 * 1024  # keys and values of a tile
-_COMBINE_NUMBERS = 4096  # float32 numbers that a thread block takes in at once when it combines pieces
 
 
 @dataclass(frozen=True)
@@ -42,47 +41,49 @@ class DecodeBatch:
     pages: DevicePages
 
 
+#: Pieces that may be combined at once: few where heads are cut into many, for then the combination is much of the time.
+FANS = (8, 16)
+
+
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernel is built and when it splits; results agree up to rounding.
+    """How the kernel is built; results agree up to rounding.
 
     Attributes:
         tile: tokens taken in at once, a power of two from 16.
         warps: warps of a thread block.
         stages: tiles under way, the one being worked on included.
-        min_tiles: tiles that a piece should have before a head is cut further; a power of two.
-        fan: pieces that are combined at once, a power of two from 2.
+        fan: pieces that are combined at once, a power of two from 2; None for what suits the batch, of `FANS`.
 
     """
 
     tile: int
     warps: int = 4
     stages: int = 3
-    min_tiles: int = 2
-    fan: int = 16
+    fan: int | None = None
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tuning:
-        """Tiles of at most 64 tokens and 32 KiB; few warps, which wait less for each other, if registers allow."""
+        """Tiles of at most 64 tokens and 32 KiB."""
         fitting = _TILE_BYTES // (2 * triton.next_power_of_2(head_dim) * dtype.itemsize)
-        return cls(tile=max(16, min(64, fitting)), warps=2 if head_dim <= 128 else 4)
+        return cls(tile=max(16, min(64, fitting)))
 
 
 class SplitScratch:
-    """Partial results of pieces, shared by all layers of a stream.
+    """Partial results of pieces, shared by all layers of a stream: two places for each thread block.
 
     Attributes:
-        partial: ``[n, q, D]`` float32, the attention over one piece.
-        log_sums: ``[n, q]`` float32, base-2 logarithm of the sum of exponentials over one piece.
-        arrived: ``[n]`` int32, pieces done so far, at the place of a head's first piece; zero between launches.
+        partial: ``[2 * C, q, D]`` float32, the attention over one piece.
+        log_sums: ``[2 * C, q]`` float32, base-2 logarithm of the sum of exponentials over one piece.
+        arrived: ``[2 * C]`` int32, pieces done so far, at the place of one of them; zero between launches.
 
     """
 
-    def __init__(self, num_pieces: int, ratio: int, head_dim: int, device: torch.device) -> None:
-        """Room for ``num_pieces`` pieces of all rows and heads: the largest ``R * W`` of any layer and batch size."""
-        self.partial = torch.empty(num_pieces, ratio, head_dim, dtype=torch.float32, device=device)
-        self.log_sums = torch.empty(num_pieces, ratio, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(num_pieces, dtype=torch.int32, device=device)
+    def __init__(self, num_blocks: int, ratio: int, head_dim: int, device: torch.device) -> None:
+        """Room for the pieces of ``num_blocks`` thread blocks."""
+        self.partial = torch.empty(2 * num_blocks, ratio, head_dim, dtype=torch.float32, device=device)
+        self.log_sums = torch.empty(2 * num_blocks, ratio, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(2 * num_blocks, dtype=torch.int32, device=device)
 
 
 def decode_attention(
@@ -93,7 +94,8 @@ def decode_attention(
     output: Tensor,
     *,
     batch: DecodeBatch,
-    work: Tensor,
+    plan: SplitPlan,
+    layer: int,
     scratch: SplitScratch,
     scale: float,
     tuning: Tuning | None = None,
@@ -107,8 +109,9 @@ def decode_attention(
         pool: ``[num_pages, G, B, 2 * D]``, contiguous, of the dtype of ``query``; the new token is written to it.
         output: ``[R, Hq, D]``, written; zeros in rows without a request.
         batch: who decodes.
-        work: ``[W, 8]`` int32 on the device, the layer's `work_list`.
-        scratch: room for ``R * W`` pieces.
+        plan: of this very batch (`SplitPlan.make`).
+        layer: which of the plan's layers this is.
+        scratch: room for as many thread blocks as the plan has.
         scale: factor of the logits.
         tuning: None for the default.
 
@@ -135,29 +138,33 @@ def decode_attention(
         raise ValueError(f"blocks of {block_size} tokens: the kernel needs a power of two")
     if any(tensor.stride(2) != 1 for tensor in (query, key, value, output)):
         raise ValueError("the last dimension of query, key, value and output must be contiguous")
-    if num_rows * len(work) > len(scratch.arrived) or scratch.partial.shape[1:] != (ratio, head_dim):
-        raise ValueError(f"no scratch for {num_rows} rows of {len(work)} pieces of {ratio} x {head_dim}")
+    if 2 * plan.num_blocks > len(scratch.arrived) or scratch.partial.shape[1:] != (ratio, head_dim):
+        raise ValueError(f"no scratch for {plan.num_blocks} thread blocks with pieces of {ratio} x {head_dim}")
+    if plan.num_rows != num_rows or plan.members.shape[1] != num_heads:
+        raise ValueError(
+            f"the plan is for {plan.num_rows} rows of {plan.members.shape[1]} heads, not {num_rows} of {num_heads}"
+        )
+    if plan.tile != tuning.tile:
+        raise ValueError(f"the plan counts tiles of {plan.tile} tokens, the kernel of {tuning.tile}")
+    few, many = FANS
+    fan = tuning.fan or (few if plan.num_blocks >= few * num_rows * num_heads else many)
     pages = batch.pages
     head_dim_padded, ratio_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(ratio)
-    return decode_kernel[(num_rows, len(work))](
-        *(query, key, value, pool, output),
-        *(batch.requests, batch.seq_lens, batch.flat, pages.rows, pages.positions),
-        *(work, scratch.partial, scratch.log_sums, scratch.arrived),
+    return decode_kernel[(plan.num_blocks,)](
+        *(query, key, value, pool, output, batch.flat, pages.positions),
+        *(plan.segments[layer], plan.shares[layer], scratch.partial, scratch.log_sums, scratch.arrived),
         scale * math.log2(math.e),
         *(stride for tensor in (query, key, value, output) for stride in tensor.stride()[:2]),
-        *(pool.stride(0), batch.flat.stride(0), pages.rows.stride(0), *pages.positions.stride()[:2], pages.num_groups),
-        ROW_HEADER=ROW_HEADER,
-        WORK_ITEM=WORK_ITEM,
+        *(pool.stride(0), batch.flat.stride(0), *pages.positions.stride()[:2], pages.num_groups, num_heads),
+        SEGMENT=SEGMENT,
+        SHARE=SHARE,
         RATIO=ratio,
         RATIO_PADDED=ratio_padded,
         D=head_dim,
         D_PADDED=head_dim_padded,
         BLOCK=block_size,
         TILE=tuning.tile,
-        MIN_TILES=tuning.min_tiles,
-        COMBINE_CHUNK=max(1, _COMBINE_NUMBERS // (ratio_padded * head_dim_padded)),
-        FAN=tuning.fan,
-        ROWS=triton.next_power_of_2(num_rows),
+        FAN=fan,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )

@@ -1,133 +1,128 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Into how many pieces the decode attention of each head is cut, planned before the first request (paper, Algorithm 1).
+"""Which part of which head every thread block of a decode step attends to (paper, Algorithm 1, made exact).
 
-Heads of a layer hold different fractions of the context, so equal cuts leave multiprocessors waiting for the longest
-head. The budgets say beforehand how lengths relate, so the map is made once per layer and batch size; at run time a
-kernel only divides each request's own length by it.
+Heads hold different fractions of the context and requests differ in length, so equal cuts leave multiprocessors waiting
+for the longest head. The paper plans pieces per head from the budgets alone, for requests of equal length. But what a
+head holds is a sum (docs/design.md, "The invariant"), so one small kernel per step can give every thread block of every
+layer the same number of tiles:
+
+    segment   one KV head of one row of the batch: its tiles, at least one
+    share     a run of tiles of all segments, one after the other; block c takes tiles [c * n, (c + 1) * n), where the
+              beginning of a segment counts as some tiles of its own, because it takes as long
+    piece     the part of a segment that lies in one share
+
+Shares begin and end anywhere, so at most two pieces of a block are not whole segments. Nothing is planned on the host
+and nothing depends on what the batch looked like before.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
+from vllm_tangram.attention.partition_kernel import plan_kernel
 from vllm_tangram.errors import TangramError
+from vllm_tangram.pages.device import ROW_HEADER
 
-#: Numbers of a work item: head, piece, pieces of the head, slots of the heads before it, group, column, slots of the
-#: head, and 1 where a part of a piece counts as a whole one.
-WORK_ITEM = 8
-#: Pieces per request and head below which whole numbers of them fit lengths badly.
-_FEW_PIECES = 6
-_MOST_WAVES = 2.0
+if TYPE_CHECKING:
+    from vllm_tangram.attention.decode import DecodeBatch
 
-
-def default_waves(num_rows: int, num_heads: int, resident: int) -> float:
-    """Thread blocks of a layer as a multiple of those that run at once.
-
-    One wave, in which all pieces start and end together, if that leaves enough pieces to follow the lengths of
-    requests; else two, in which short pieces even out what is left. Measured on an H200: docs/performance.md.
-    """
-    return 1.0 if resident >= _FEW_PIECES * num_rows * num_heads else _MOST_WAVES
+#: Numbers of a segment: first tile, old tokens, slot, kept blocks, tail, table, group, column, first block, pieces.
+SEGMENT = 10
+#: Numbers of a share: first segment, the one after the last, first tile, the one after the last, page of the first tile
+#: (or of its first token), then the first segment once more.
+SHARE = 5 + SEGMENT
+_CHUNK = 1024  # segments that the kernel takes in at once
+_MIN_TILES = 2  # of a share: shorter ones cost more to combine than they save
+_SWITCH_TILES = 1  # as which the beginning of a segment counts
 
 
-def split_map(shares: ArrayLike, num_rows: int, resident: int, waves: float) -> NDArray[np.int32]:
-    """Cut every layer into pieces so that its longest piece is as short as the number of thread blocks allows.
+class SplitPlan:
+    """Shares of all layers, written anew in every step; addresses never change, so graphs may hold them.
 
-    Args:
-        shares: ``[L, H]``, fraction of a long context that each member is expected to hold; only the ratios
-            within a layer matter.
-        num_rows: requests of the batch, each of which is cut alike.
-        resident: thread blocks that the device runs at once.
-        waves: thread blocks wanted, as a multiple of ``resident``.
-
-    Returns:
-        ``[L, H]`` int32, at least 1; ``num_rows`` times the sum of a layer stays within ``waves * resident`` unless
-        one piece per head already exceeds it. Equal shares of a layer get equal pieces, so all members of a group do.
-
-    Raises:
-        ValueError: a share is negative or not finite, or a count is not positive.
+    Attributes:
+        members: ``[L, H, 2]`` int32, group and column of each KV head.
+        segments: ``[L, S, 10]`` int32 (`SEGMENT`), S the most rows times H.
+        shares: ``[L, C, 15]`` int32 (`SHARE`).
+        tile: tokens of a tile.
+        num_rows: rows of the batch that was planned last.
 
     """
-    fractions = np.asarray(shares, np.float64)
-    if fractions.ndim != 2 or not np.isfinite(fractions).all() or (fractions < 0).any():
-        raise ValueError("shares must be [layers, heads], finite and not negative")
-    if num_rows < 1 or resident < 1 or not waves > 0:
-        raise ValueError(f"cannot plan {num_rows} rows on {resident} thread blocks in {waves} waves")
-    num_heads = fractions.shape[1]
-    spare = max(0, int(waves * resident / num_rows) - num_heads)  # pieces beyond one per head
-    # With k pieces a head's piece is share / k long. Cutting the longest piece again and again cuts, in that order, at
-    # the largest of these numbers; the first one not cut any more is the length of the longest piece left.
-    lengths = fractions[:, :, None] / np.arange(1, spare + 2)
-    descending = np.sort(lengths.reshape(len(fractions), -1), axis=1)[:, ::-1]
-    longest = descending[:, spare]
-    return (1 + (lengths > longest[:, None, None]).sum(axis=2)).astype(np.int32)
 
+    def __init__(
+        self,
+        members: Tensor,
+        max_rows: int,
+        num_blocks: int,
+        tile: int,
+        *,
+        min_tiles: int = _MIN_TILES,
+        switch_tiles: int = _SWITCH_TILES,
+        even: bool = False,
+    ) -> None:
+        """Plan for batches of up to ``max_rows`` rows.
 
-def work_list(
-    pieces: ArrayLike,
-    shares: ArrayLike,
-    group: ArrayLike,
-    column: ArrayLike,
-    *,
-    num_rows: int,
-    round_up: bool = False,
-) -> NDArray[np.int32]:
-    """Thread blocks of one layer and one request, those with the longest pieces first.
+        Args:
+            members: ``[L, H, 2]`` int32 on the device, group and column of each KV head.
+            max_rows: most rows.
+            num_blocks: thread blocks of a layer: those that the device runs at once (`resident_blocks`).
+            tile: tokens of a tile.
+            min_tiles: tiles of a share, at least.
+            switch_tiles: tiles as which the beginning of a segment counts.
+            even: cut every head into as many pieces, however long it is; for measurements.
 
-    In a batch every head has half as many slots more than pieces, so that the kernel can cut a request further that is
-    longer than the mean; what a shorter one leaves unused ends at once. The device starts thread blocks in order, so
-    what starts last, and may end alone, is short; the slots that only longer requests use come after all others.
+        """
+        layers, heads, _ = members.shape
+        device = members.device
+        most = max(num_blocks, max_rows * heads) if even else num_blocks
+        self.members = members
+        self.segments = torch.zeros(layers, max_rows * heads, SEGMENT, dtype=torch.int32, device=device)
+        self.shares = torch.zeros(layers, most, SHARE, dtype=torch.int32, device=device)
+        self.tile = tile
+        self.num_rows = 0
+        self._num_blocks = num_blocks
+        self._min_tiles = min_tiles
+        self._switch_tiles = switch_tiles
+        self._even = even
 
-    Args:
-        pieces: ``[H]``, the layer's row of the split map: of a request of mean length.
-        shares: ``[H]``, the layer's row of the shares.
-        group: ``[H]``, head group of each head.
-        column: ``[H]``, column of each head in the pages of its group.
-        num_rows: requests of the batch; a single one is its own mean.
-        round_up: whether a request that would get a part of a piece gets a whole one, or none.
+    @property
+    def num_blocks(self) -> int:
+        """Thread blocks of a layer for the batch that was planned last, C."""
+        return max(self._num_blocks, self.num_rows * self.members.shape[1]) if self._even else self._num_blocks
 
-    Returns:
-        ``[W, 8]`` int32 (`WORK_ITEM`), W the sum of the slots.
+    def make(self, batch: DecodeBatch) -> None:
+        """Plan one step, for all layers; queued on the current stream.
 
-    """
-    count, fractions = np.asarray(pieces, np.int32), np.asarray(shares, np.float64)
-    slots = count if num_rows == 1 else count + (count + round_up) // 2
-    head = np.repeat(np.arange(len(count)), slots)
-    piece = np.concatenate([np.arange(n) for n in slots])
-    order = np.lexsort((piece, -(fractions / count)[head], piece >= count[head]))
-    head = head[order]
-    work = np.zeros((len(head), WORK_ITEM), np.int32)
-    work[:, 0], work[:, 1], work[:, 7] = head, piece[order], round_up
-    before = np.cumsum(slots) - slots
-    for place, values in enumerate((count, before, np.asarray(group), np.asarray(column), slots), start=2):
-        work[:, place] = values[head]
-    return work
+        Raises:
+            ValueError: more rows than there is room for.
 
-
-def plan_work(
-    shares: ArrayLike, groups: ArrayLike, columns: ArrayLike, num_rows: int, resident: int
-) -> list[NDArray[np.int32]]:
-    """Work lists of all layers for one batch size: `split_map` in as many waves as suit it.
-
-    Args:
-        shares: ``[L, H]``, fraction of a long context that each member is expected to hold.
-        groups: ``[L, H]``, head group of each member.
-        columns: ``[L, H]``, column of each member in the pages of its group.
-        num_rows: requests of the batch.
-        resident: thread blocks that the device runs at once.
-
-    """
-    waves = default_waves(num_rows, np.shape(shares)[1], resident)
-    pieces = split_map(shares, num_rows, resident, waves)
-    return [
-        # In one wave there must not be more pieces than run at once; in two, more and shorter ones balance better.
-        work_list(*layer, num_rows=num_rows, round_up=waves > 1)
-        for layer in zip(pieces, np.asarray(shares), np.asarray(groups), np.asarray(columns), strict=True)
-    ]
+        """
+        num_layers, num_heads, _ = self.members.shape
+        self.num_rows = len(batch.requests)
+        if self.num_rows * num_heads > self.segments.shape[1]:
+            raise ValueError(f"{self.num_rows} rows, but room for {self.segments.shape[1] // num_heads}")
+        pages = batch.pages
+        plan_kernel[(num_layers,)](
+            *(batch.requests, batch.seq_lens, pages.rows, batch.flat, pages.positions),
+            *(self.members, self.segments, self.shares),
+            *(self.num_rows, num_heads, self.num_blocks, pages.num_groups),
+            *(pages.rows.stride(0), batch.flat.stride(0), *pages.positions.stride()[:2]),
+            *(self.segments.stride(0), self.shares.stride(0)),
+            EVEN=self._even,
+            ROW_HEADER=ROW_HEADER,
+            SEGMENT=SEGMENT,
+            SHARE=SHARE,
+            BLOCK=pages.block_size,
+            TILE=self.tile,
+            MIN_TILES=self._min_tiles,
+            SWITCH=self._switch_tiles,
+            CHUNK=_CHUNK,
+            LOG=self.segments.shape[1].bit_length(),
+            num_warps=8,
+        )
 
 
 def resident_blocks(kernel: Any, device: torch.device) -> int:

@@ -23,7 +23,7 @@ from vllm_tangram.bench.shapes import HeadShape
 from vllm_tangram.budget import RetentionProfile
 from vllm_tangram.errors import TangramError
 
-ENGINES = ("stock", "ours", "ours-even", "ours-unsplit", "fa3-ragged", "flashinfer")
+ENGINES = ("stock", "ours", "ours-even", "fa3-ragged", "flashinfer")
 _DTYPE = torch.bfloat16
 _WARM_UP = 3  # replays
 _RESERVE = 6 * 2**30  # bytes left to workspaces and graphs
@@ -130,9 +130,8 @@ def _measure(setup: AttentionSetup, work: Workload, memory: Tensor) -> dict[str,
     resident = ours.resident()
     makers: dict[str, Callable[[], list[Kernels]]] = {
         "stock": lambda: rivals.stock(case),
-        "ours": lambda: [ours.mapped(resident)],
-        "ours-even": lambda: [ours.even(resident)],
-        "ours-unsplit": lambda: [ours.unsplit()],
+        "ours": lambda: [ours.split(resident)],
+        "ours-even": lambda: [ours.split(resident, even=True)],
         "fa3-ragged": lambda: rivals.flash_ragged(case),
         "flashinfer": lambda: rivals.flashinfer_ragged(case),
     }

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vllm_tangram.attention.decode import DecodeBatch, SplitScratch, decode_attention
-from vllm_tangram.attention.partition import plan_work, resident_blocks, work_list
+from vllm_tangram.attention.decode import DecodeBatch, SplitScratch, Tuning, decode_attention
+from vllm_tangram.attention.partition import SplitPlan, resident_blocks
 from vllm_tangram.bench.ragged import Workload
 from vllm_tangram.bench.shapes import HeadShape
 from vllm_tangram.pages.device import DevicePages
@@ -91,7 +91,7 @@ class Kernels:
 
 
 class OurKernels:
-    """Our kernel on a batch, whatever the split map."""
+    """Our kernel on a batch, however it is split over thread blocks."""
 
     def __init__(self, case: Case) -> None:
         """Give every request a slot and its pages."""
@@ -107,46 +107,37 @@ class OurKernels:
             flat=case.put(work.flat),
             pages=pages,
         )
-
-    def unsplit(self) -> Kernels:
-        """One piece per head, longest first: the engine with its split map off."""
-        shares, groups = self.case.work.shares, self.case.work.plan.groups
-        layers = zip(np.ones(shares.shape, np.int32), shares, groups.group, groups.column, strict=True)
-        return self._run([work_list(*layer, num_rows=1) for layer in layers])
-
-    def even(self, resident: int) -> Kernels:
-        """As many pieces for every head, however long, in the order of the heads."""
-        return self._planned(np.ones_like(self.case.work.shares), resident)
-
-    def mapped(self, resident: int) -> Kernels:
-        """The split map, as the engine makes it."""
-        return self._planned(self.case.work.shares, resident)
+        self._members = case.put(np.stack([plan.groups.group, plan.groups.column], axis=-1))
 
     def resident(self) -> int:
         """Thread blocks that the device runs at once."""
-        return resident_blocks(self.unsplit().layers[0](), self.case.memory.device)
+        return resident_blocks(self.split(1).layers[0](), self.case.memory.device)
 
-    def _planned(self, shares: NDArray[np.float64], resident: int) -> Kernels:
-        groups = self.case.work.plan.groups
-        return self._run(plan_work(shares, groups.group, groups.column, self.case.work.cell.requests, resident))
+    def split(self, num_blocks: int, *, even: bool = False) -> Kernels:
+        """As the engine runs it; or with every head cut into as many pieces, however long it is.
 
-    def _run(self, lists: list[NDArray[np.int32]]) -> Kernels:
-        case = self.case
-        works = [case.put(work) for work in lists]
-        scratch = SplitScratch(
-            case.work.cell.requests * max(map(len, works)),
-            case.shape.query_heads // case.shape.kv_heads,
-            case.shape.head_dim,
-            case.memory.device,
-        )
+        The first layer also plans the step, as in the engine.
+        """
+        case, device = self.case, self.case.memory.device
+        tuning = Tuning.default(case.shape.head_dim, case.memory.dtype)
+        plan = SplitPlan(self._members, case.work.cell.requests, num_blocks, tuning.tile, even=even)
+        plan.make(self._batch)
+        ratio = case.shape.query_heads // case.shape.kv_heads
+        scratch = SplitScratch(plan.num_blocks, ratio, case.shape.head_dim, device)
         output = torch.empty_like(case.query)
 
         def layer(index: int) -> Callable[[], Any]:
             tensors = case.query[index], case.key[index], case.value[index], case.pool, output[index]
-            return lambda: decode_attention(
-                *tensors, batch=self._batch, work=works[index], scratch=scratch, scale=case.scale
-            )
 
-        pieces = [work[:, 2] for work in lists]
-        notes = {"pieces": [min(int(layer.min()) for layer in pieces), max(int(layer.max()) for layer in pieces)]}
+            def run() -> Any:
+                if index == 0:
+                    plan.make(self._batch)
+                return decode_attention(
+                    *tensors, batch=self._batch, plan=plan, layer=index, scratch=scratch, scale=case.scale
+                )
+
+            return run
+
+        pieces = plan.segments[:, :, -1]
+        notes = {"pieces": [int(pieces.min()), int(pieces.max())]}
         return Kernels([layer(index) for index in range(case.shape.layers)], output, case.kv_bytes, notes)

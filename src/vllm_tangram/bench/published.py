@@ -2,7 +2,8 @@
 """Published measurements of what scorers keep of each head, as retention profiles: realistic lengths for benchmarks.
 
 A published file is a NumPy archive of one model, scorer and kept fraction. ``raw_ratio [1, S, L, H]`` holds, per
-sample and head, the kept fraction of the tokens that could be evicted; ``ratio_per_head [1, L, H]`` their median.
+sample and head, the kept fraction of the tokens that could be evicted; ``ratio_per_head [1, L, H]`` their median;
+``meta`` a JSON object, in which "dataset_mix" says how many samples in a row are of which data set.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vllm_tangram.bench.shapes import HeadShape, shape_fingerprint, shape_names
-from vllm_tangram.budget import RetentionProfile
+from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionProfile
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 
-RETENTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 # A head of which nothing was kept at the published fraction must still be able to grow where more is kept.
 _LEAST = 1e-4
 _BISECTIONS = 60
@@ -52,8 +52,8 @@ def import_published(path: Path, model: dict[str, Any], scorer: str) -> Retentio
         )
     defaults = TangramConfig(budgets="uniform")
     return RetentionProfile(
-        retentions=np.array(RETENTIONS),
-        kept=np.stack([scaled_to(ratios, level) for level in RETENTIONS], axis=1).astype(np.float32),
+        retentions=np.array(PROFILE_RETENTIONS),
+        kept=np.stack([scaled_to(ratios, level) for level in PROFILE_RETENTIONS], axis=1).astype(np.float32),
         scorer=scorer,
         model=model,
         sinks=defaults.sinks,
@@ -63,6 +63,7 @@ def import_published(path: Path, model: dict[str, Any], scorer: str) -> Retentio
             "samples": f"published ratios scaled to other retentions, for benchmarks: {path.name}",
             **{f"published_{name}": str(about[name]) for name in _ABOUT if name in about},
         },
+        domains=_domains(about, len(ratios)),
         source=str(path),
     )
 
@@ -103,6 +104,15 @@ def profile_and_shape(path: Path | None, shape_name: str | None) -> tuple[Retent
         return profile, shape
     model = shape_fingerprint(shape_name or _fitting_shape(path))
     return import_published(path, model, TangramConfig.model_fields["scorer"].default), HeadShape.of(model)
+
+
+def _domains(about: dict[str, Any], num_samples: int) -> tuple[str, ...]:
+    """Of ``"kv:16,qa:12"``, 16 times "kv" and 12 times "qa"; none if that is not what the file has."""
+    parts = [part.rpartition(":") for part in str(about.get("dataset_mix", "")).split(",")]
+    if not all(name and count.isdecimal() for name, _, count in parts):
+        return ()
+    names = tuple(name for name, _, count in parts for _ in range(int(count)))
+    return names if len(names) == num_samples else ()
 
 
 def _fitting_shape(path: Path) -> str:

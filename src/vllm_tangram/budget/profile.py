@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,10 @@ from vllm_tangram.files import write_atomically
 from vllm_tangram.tensor_file import TensorFile
 
 FORMAT_VERSION = 1
+
+#: Levels at which the heads compete; budgets in between are interpolated.
+PROFILE_RETENTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
 _FILE = TensorFile(
     name="profile",
     title="a retention profile",
@@ -41,6 +45,7 @@ class RetentionProfile:
         chunk_size: tokens that competed at once.
         info: free text: versions, date, where the samples came from.
         gate: digest of the scorer's gate; None for scorers without one.
+        domains: [S] what kind of text each sample is, such as "code"; empty where it is not recorded.
         source: the file, for messages.
 
     """
@@ -54,6 +59,7 @@ class RetentionProfile:
     chunk_size: int
     info: dict[str, str] = field(default_factory=dict)
     gate: str | None = None
+    domains: tuple[str, ...] = ()
     source: str = "<memory>"
 
     def __post_init__(self) -> None:
@@ -73,6 +79,8 @@ class RetentionProfile:
             raise self._damaged("retentions do not increase inside (0, 1)")
         if not np.all((kept >= 0) & (kept <= 1)):
             raise self._damaged("kept has values outside [0, 1]")
+        if self.domains and len(self.domains) != kept.shape[0]:
+            raise self._damaged(f"{len(self.domains)} domains for {kept.shape[0]} samples")
 
     @property
     def num_samples(self) -> int:
@@ -116,6 +124,8 @@ class RetentionProfile:
         }
         if self.gate is not None:
             header["gate"] = self.gate
+        if self.domains:
+            header["domains"] = list(self.domains)
         tensors: dict[str, NDArray[Any]] = {
             "retentions": self.retentions,
             "kept": self.kept,
@@ -146,6 +156,7 @@ class RetentionProfile:
                 chunk_size=int(header["chunk_size"]),
                 info={str(name): str(text) for name, text in dict(header["info"]).items()},
                 gate=None if header.get("gate") is None else str(header["gate"]),
+                domains=_checked_domains(header.get("domains", [])),
                 source=str(path),
             )
         for name, expected in (("mean", profile.mean), ("std", profile.std)):
@@ -183,14 +194,19 @@ class RetentionProfile:
                 "to this model, or make a profile with `tangram profile`"
             )
 
-    def rank_stability(self) -> NDArray[np.float64]:
-        """[R] float64: do samples agree on which members matter?
+    def kept_at(self, x: float) -> NDArray[np.float64]:
+        """[S, L, H] float64, fractions kept at level ``x`` in [0, 1]: linear between levels, 0 at 0 and 1 at 1."""
+        first = self.kept[:, :1]
+        kept = np.concatenate([np.zeros_like(first), self.kept, np.ones_like(first)], axis=1, dtype=np.float64)
+        levels = np.concatenate([[0.0], self.retentions, [1.0]])
+        upper = int(np.clip(np.searchsorted(levels, x, side="right"), 1, len(levels) - 1))
+        share = (x - levels[upper - 1]) / (levels[upper] - levels[upper - 1])
+        return (1.0 - share) * kept[:, upper - 1] + share * kept[:, upper]
 
-        Mean over pairs of samples of Spearman's rank correlation of the members' kept fractions. A sample that keeps
-        the same of every member has no ranks and is left out; NaN where no pair is left.
-        """
-        samples = self.kept.reshape(self.num_samples, len(self.retentions), -1)
-        return np.array([_mean_spearman(samples[:, level]) for level in range(len(self.retentions))])
+    def subset(self, samples: NDArray[np.bool_]) -> RetentionProfile:
+        """The same of some samples, ``[S]`` bool, at least one."""
+        domains = tuple(name for name, taken in zip(self.domains, samples, strict=False) if taken)
+        return replace(self, kept=self.kept[samples], domains=domains)
 
     def _damaged(self, reason: str) -> TangramError:
         return _FILE.damaged(self.source, reason)
@@ -206,6 +222,12 @@ def _checked_model(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
+def _checked_domains(names: Any) -> tuple[str, ...]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"domains must be a list of names, not {names!r}")
+    return tuple(names)
+
+
 def _frozen(values: ArrayLike, dtype: type[np.floating[Any]]) -> NDArray[Any]:
     array = np.array(values, dtype=dtype, order="C")  # a copy: the caller's array stays writable
     array.setflags(write=False)
@@ -217,21 +239,3 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     if not path.is_file():
         raise TangramError(f"--profile: there is no file {path}; make it with `tangram profile`")
     return _FILE.read(path, "numpy")
-
-
-def _mean_spearman(samples: NDArray[np.float32]) -> float:
-    """Mean pairwise Spearman correlation of the rows of [S, M]; NaN without a pair of rows that vary."""
-    ranks = np.stack([_ranks(row) for row in samples])
-    ranks -= ranks.mean(axis=1, keepdims=True)
-    norms = np.linalg.norm(ranks, axis=1)
-    unit = ranks[norms > 0] / norms[norms > 0, None]
-    if len(unit) < 2:
-        return float("nan")
-    pairs = np.triu_indices(len(unit), k=1)
-    return float((unit @ unit.T)[pairs].mean())
-
-
-def _ranks(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Ranks from 0; equal values share the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts + 1) / 2)[inverse]

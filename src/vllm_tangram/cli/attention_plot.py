@@ -15,7 +15,6 @@ _COLOURS = {
     "stock": "#8d99ae",
     "ours": "#2a6f97",
     "ours-even": "#61a5c2",
-    "ours-unsplit": "#a9d6e5",
     "fa3-ragged": "#e07a1f",
     "flashinfer": "#81b29a",
 }

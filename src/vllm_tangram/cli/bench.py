@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_tangram.cli import bench_attention, bench_multiturn, bench_serving
+from vllm_tangram.cli import bench_attention, bench_lengths, bench_multiturn, bench_serving
 from vllm_tangram.cli.rendering import console, human_bytes, percent, print_json, table
 from vllm_tangram.errors import TangramError
 
@@ -22,6 +22,7 @@ app.command()(bench_attention.profile)
 for _command in (bench_serving.throughput, bench_serving.groups, bench_serving.prefill, bench_serving.ttft):
     app.command()(_command)
 app.command()(bench_multiturn.multiturn)
+app.command()(bench_lengths.lengths)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

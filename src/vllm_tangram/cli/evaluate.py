@@ -23,6 +23,7 @@ from vllm_tangram.cli.evaluate_run import (
     served_config,
 )
 from vllm_tangram.cli.rendering import console, finite, table
+from vllm_tangram.cli.scorer_options import usable_device
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 
@@ -109,6 +110,9 @@ def evaluate(
         Path | None,
         typer.Option(help="Trained gate of the model, for fastkvzip; else a shipped one.", show_default=False),
     ] = None,
+    device: Annotated[
+        str, typer.Option(help="Where the dense reference computes, such as cpu or cuda; an engine decides itself.")
+    ] = "cpu",
     profile_dir: Annotated[
         Path | None, typer.Option(help="Folder of NAME.SCORER.safetensors profiles.", show_default=False)
     ] = None,
@@ -156,7 +160,7 @@ def evaluate(
         raise TangramError(f"--scorers {KVZIP}: no profile can be made of it; add dynamic to --budgets")
     if engine and question_in_prompt:
         raise TangramError("--question-in-prompt: leave it out with --engine, which asks after the compression")
-    dense = DenseModel.load(folder)
+    dense = DenseModel.load(folder, device="cpu" if engine else usable_device(device))
     kind = TASKS[task]
     sizes = [keys] if task == "kv" else list(kind.lengths)
     if lengths is not None and task != "kv":
@@ -185,6 +189,7 @@ def evaluate(
         "chunk_size": chunk_size,
         "question_in_prompt": question_in_prompt,
         "engine": engine,
+        "device": dense.device.type,
         "data": None if data is None else data.name,
         "cases": digest_of_cases(groups),
         "gate": None if scored is None else scored.digest(),

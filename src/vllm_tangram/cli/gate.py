@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from vllm_tangram.cli.rendering import console, human_bytes, percent, print_error, print_json, table
+from vllm_tangram.cli.scorer_options import usable_device
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
 from vllm_tangram.progress import progress_bars
@@ -87,9 +88,9 @@ def train(
     source = (
         Source(training_texts(texts, seed), "built-in training texts")
         if data is None
-        else Source(load_samples(data)[:texts], data.name)
+        else Source([sample.text for sample in load_samples(data)[:texts]], data.name)
     )
-    dense = DenseModel.load(model_folder, device=_device(device))
+    dense = DenseModel.load(model_folder, device=usable_device(device))
     recipe = Recipe(steps, batch, optimiser, learning_rate, inner, sinks, seed)
     folder = work or output.with_name(f"{output.name}.work")
     try:
@@ -215,13 +216,3 @@ def _target(output: Path | None, folder: Path) -> Path:
         output = gates / f"{folder.resolve().name}-{digest}.safetensors"
     check_target(output, "--output")
     return output
-
-
-def _device(name: str) -> str:
-    import torch
-
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
-        raise TangramError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
-    return name

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,6 +89,7 @@ def _parse_lengths(values: list[str]) -> list[int]:
 def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths: list[int]) -> dict[str, Any]:
     import numpy as np
 
+    from vllm_tangram.cli.stability import stability_report
     from vllm_tangram.cli.summary import head_budgets, over_allocations, prompt_cost
 
     budgets = head_budgets(profile, plan)
@@ -121,15 +121,14 @@ def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths:
             "spread": largest / smallest if smallest > 0 else float("inf"),
         },
         "over_allocation": over_allocations(budgets, plan.groups.size),
-        "stability": [
-            {"retention": float(level), "rank_correlation": float(correlation)}
-            for level, correlation in zip(profile.retentions, profile.rank_stability(), strict=True)
-        ],
+        **stability_report(profile, config, plan.block_size),
         "prompts": [vars(prompt_cost(profile, plan, count)) for count in lengths],
     }
 
 
 def _print(report: dict[str, Any]) -> None:
+    from vllm_tangram.cli.stability import print_stability
+
     out = console()
     model = report["model"]
     facts = [
@@ -162,8 +161,7 @@ def _print(report: dict[str, Any]) -> None:
         )
     )
     out.print()
-    stability = [(percent(row["retention"]), _correlation(row["rank_correlation"])) for row in report["stability"]]
-    out.print(table("Do samples rank the heads alike?", ("retention", "rank correlation"), stability))
+    print_stability(out, report, **{name: report[name] for name in ("retention", "alpha", "margin")})
     out.print()
     rows = [
         (
@@ -180,10 +178,6 @@ def _print(report: dict[str, Any]) -> None:
     out.print(table(f"What a prompt holds (blocks of {report['block_size']} tokens)", columns, rows))
     if "plot" in report:
         out.print(f"\nPicture: {report['plot']}", markup=False)
-
-
-def _correlation(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "- (needs two samples that differ)"
 
 
 def _plot(path: Path, profile: RetentionProfile, plan: RetentionPlan, longest: int) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,9 +12,10 @@ from rich.markup import escape
 
 from vllm_tangram.cli import scorer_options as opt
 from vllm_tangram.cli.rendering import console, percent, print_json, table
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
+from vllm_tangram.pilot import BUILT_IN, load_samples, mixture, pilot_samples
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
@@ -29,14 +29,18 @@ def profile(
     scorer: opt.Scorer = None,
     gate: opt.Gate = None,
     samples: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            help='Pilot texts, one JSON object a line with "text", "prompt" or "messages"; without it built-in ones.',
+            help='Pilot texts, one JSON object a line with "text", "prompt" or "messages", and maybe a "domain"; else '
+            "a file is a domain. May be repeated. Without it built-in texts of five domains.",
             metavar="FILE.jsonl",
         ),
     ] = None,
-    num_samples: Annotated[int, typer.Option(help="Samples to run, at most.", min=1)] = 50,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of a sample that are used.", min=1)] = 2048,
+    num_samples: Annotated[int, typer.Option(help="Samples to run, at most; of all domains alike.", min=1)] = 50,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a sample that are used.", min=1, show_default="a chunk, and at least 2048"),
+    ] = None,
     sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
     window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
     chunk_size: Annotated[
@@ -48,23 +52,27 @@ def profile(
     """Run pilot texts through a model and write what each of its heads keeps: a retention profile."""
     given = {"scorer": scorer, "gate": gate, "sinks": sinks, "window": window, "chunk_size": chunk_size}
     config = TangramConfig.parse({name: value for name, value in given.items() if value is not None})
-    if max_tokens < 2 * (sinks + window):
+    if max_tokens is not None and max_tokens < 2 * (sinks + window):
         raise TangramError(
             f"--max-tokens {max_tokens} leaves nothing to choose from: give at least twice --sinks + --window = "
             f"{2 * (sinks + window)}"
         )
     check_target(output, "--output")  # now, not after minutes of work
-    texts, source = _texts(samples, num_samples)
+    own = [sample for file in samples or [] for sample in load_samples(file)]
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
     from vllm_tangram.engine.options import for_platform, vllm_refusals
-    from vllm_tangram.engine.resolve import make_profile, model_identity, model_path, resolve_scorer
+    from vllm_tangram.engine.resolve import make_profile, model_identity, model_path, pilot_tokens, resolve_scorer
 
     with vllm_refusals(f"{model}: "):
         path, options = model_path(model), {"dtype": dtype}
         if scorer is None:
             config = resolve_scorer(config, model_identity(path, options))
-        made = make_profile(for_platform(config), path, options, texts, source, max_tokens=max_tokens)
+        config = for_platform(config)
+        tokens = max_tokens or pilot_tokens(config)
+        taken = mixture(own, num_samples) if own else pilot_samples(num_samples, tokens=tokens)
+        source = ", ".join(file.name for file in samples or []) or BUILT_IN
+        made = make_profile(config, path, options, taken, source, max_tokens=tokens)
     made.save(output)
     report = _report(output, made)
     if json:
@@ -73,17 +81,19 @@ def profile(
         _print(report, model)
 
 
-def _texts(samples: Path | None, most: int) -> tuple[list[str], str]:
-    """Pilot texts, and what the profile says about where they come from."""
-    from vllm_tangram.pilot import load_samples, pilot_texts
-
-    if samples is None:
-        return pilot_texts(most), "built-in pilot texts"
-    return load_samples(samples)[:most], samples.name
-
-
 def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:
-    spread = profile.mean.reshape(len(profile.retentions), -1)
+    from vllm_tangram.cli.stability import stability_report
+
+    members = profile.num_layers * profile.num_kv_heads
+    served = TangramConfig.parse(
+        {
+            "chunk_size": profile.chunk_size,
+            "sinks": profile.sinks,
+            "window": profile.window,
+            "page_group_size": min(members, _DEFAULTS["page_group_size"]),
+        }
+    )
+    spread = profile.mean.reshape(len(profile.retentions), members)
     return {
         "file": str(path),
         "scorer": profile.scorer,
@@ -93,31 +103,24 @@ def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:
         "kv_heads": profile.num_kv_heads,
         "info": profile.info,
         "kept": [
-            {
-                "retention": float(level),
-                "min": float(row.min()),
-                "max": float(row.max()),
-                "rank_correlation": float(rank),
-            }
-            for level, row, rank in zip(profile.retentions, spread, profile.rank_stability(), strict=True)
+            {"retention": float(level), "min": float(row.min()), "max": float(row.max())}
+            for level, row in zip(profile.retentions, spread, strict=True)
         ],
+        **stability_report(profile, served, DEFAULT_BLOCK_SIZE),
     }
 
 
 def _print(report: dict[str, Any], model: str) -> None:
+    from vllm_tangram.cli.stability import print_stability
+
     out = console()
-    rows = [
-        (*(percent(row[name]) for name in ("retention", "min", "max")), _correlation(row["rank_correlation"]))
-        for row in report["kept"]
-    ]
+    rows = [tuple(percent(row[name]) for name in ("retention", "min", "max")) for row in report["kept"]]
     title = (
         f"{report['layers']} layers of {report['kv_heads']} KV heads, {report['samples']} samples, {report['scorer']}"
     )
-    out.print(table(title, ("retention", "least of a head", "most of a head", "rank correlation"), rows))
+    out.print(table(title, ("retention", "least of a head", "most of a head"), rows))
+    out.print()
+    print_stability(out, report, **{name: _DEFAULTS[name] for name in ("retention", "alpha", "margin")})
     path = escape(report["file"])
     out.print(f"\nWrote {path}. See it with `tangram inspect {path}`,")
     out.print(f"serve with `tangram serve {escape(model)} --profile {path}`.")
-
-
-def _correlation(value: float) -> str:
-    return f"{value:.2f}" if math.isfinite(value) else "-"

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.errors import TangramError
 
 Scorer = Annotated[
     str | None,
@@ -20,3 +21,19 @@ Gate = Annotated[
     str | None,
     typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a known one.", metavar="FILE"),
 ]
+
+
+def usable_device(name: str) -> str:
+    """A device that torch can compute on.
+
+    Raises:
+        TangramError: it cannot.
+
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
+        raise TangramError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
+    return name

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -59,12 +61,15 @@ class HostBuffer:
     def __init__(self, pool: Tensor, num_pages: int) -> None:
         self.pool = pool
         try:
-            self.pages = torch.empty(num_pages, pool.shape[1], dtype=torch.uint8)
+            # A mapping of its own: the driver registers whole pages of memory, and none twice.
+            memory = mmap.mmap(-1, num_pages * pool.shape[1])
+            self.pages = torch.frombuffer(memory, dtype=torch.uint8).view(num_pages, pool.shape[1])
             if pool.is_cuda:
                 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
                 pin_tensor(self.pages)  # torch's own pinned memory is rounded up to a power of two
-        except RuntimeError as error:
+                weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, self.pages.data_ptr())
+        except (OSError, RuntimeError) as error:
             raise TangramError(
                 f"--session-spill-gib: {num_pages * pool.shape[1] / 2**30:.2f} GiB of host memory cannot be allocated "
                 f"({error}), {_available_bytes() / 2**30:.2f} GiB are available: give less, or 0"

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import vllm
+from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_tangram.budget import RetentionProfile
+from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionProfile
 from vllm_tangram.compression.competition import compete
 from vllm_tangram.engine.setup import config_of, fingerprint_of, gate_digest
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
+    from vllm_tangram.config import TangramConfig
     from vllm_tangram.engine.chunk import Chunk
     from vllm_tangram.engine.llm import LLM
-
-#: Retentions at which the heads compete; budgets in between are interpolated.
-PROFILE_RETENTIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+    from vllm_tangram.pilot import Sample
 
 
 class ScoreObserver:
@@ -86,11 +86,34 @@ class ProfilingWorker:
         return observer.kept_fractions()
 
 
+def pilot_prompts(
+    samples: Sequence[Sample], model_config: ModelConfig, config: TangramConfig, max_tokens: int
+) -> list[list[int]]:
+    """Token ids of the samples, cut to ``max_tokens``; no engine is needed for that.
+
+    Raises:
+        TangramError: a sample is too short for anything to compete.
+
+    """
+    tokenizer = cached_tokenizer_from_config(model_config)
+    limit = min(max_tokens, model_config.max_model_len - 2)
+    prompts = []
+    for number, sample in enumerate(samples, start=1):
+        ids = tokenizer.encode(sample.text)[:limit]
+        if len(ids) < 2 * (config.sinks + config.window):
+            raise TangramError(
+                f"sample {number} has {len(ids)} tokens; a pilot sample needs at least twice the protected ones "
+                f"(--sinks + --window = {config.sinks + config.window})"
+            )
+        prompts.append(ids)
+    return prompts
+
+
 def profile_model(
     llm: LLM,
-    texts: Sequence[str],
+    prompts: Sequence[list[int]],
     *,
-    max_tokens: int,
+    domains: tuple[str, ...],
     source: str,
     advance: Callable[[], None] = lambda: None,
 ) -> RetentionProfile:
@@ -98,50 +121,36 @@ def profile_model(
 
     Args:
         llm: an engine whose options name the scorer, sinks, window and chunk size to profile.
-        texts: the samples.
-        max_tokens: tokens of a sample that are used.
+        prompts: token ids of the samples (``pilot_prompts``).
+        domains: of each sample.
         source: where the samples come from, for the file.
         advance: called after every sample (progress).
-
-    Raises:
-        TangramError: a sample is too short for anything to compete.
 
     """
     vllm_config = llm.llm_engine.vllm_config
     config = config_of(vllm_config)
-    tokenizer = llm.get_tokenizer()
-    limit = min(max_tokens, vllm_config.model_config.max_model_len - 2)
-    prompts = []
-    for number, text in enumerate(texts, start=1):
-        ids = tokenizer.encode(text)[:limit]
-        if len(ids) < 2 * (config.sinks + config.window):
-            raise TangramError(
-                f"sample {number} has {len(ids)} tokens; a pilot sample needs at least twice the protected ones "
-                f"(--sinks + --window = {config.sinks + config.window})"
-            )
-        prompts.append({"prompt_token_ids": ids})
     # A sample that began with the pages of another would be scored from there on only.
     sampling = vllm.SamplingParams(max_tokens=1, temperature=0.0, skip_reading_prefix_cache=True)
     llm.collective_rpc("tangram_start_profile", args=(list(PROFILE_RETENTIONS),))
     for prompt in prompts:
-        llm.generate(prompt, sampling, use_tqdm=False)
+        llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False)
         advance()
     (kept,) = llm.collective_rpc("tangram_take_profile")
     return RetentionProfile(
         retentions=np.array(PROFILE_RETENTIONS),
         kept=np.array(kept, np.float32),
         scorer=config.scorer,
-        model=fingerprint_of(vllm_config.model_config),
+        model=fingerprint_of(vllm_config.model_config, vllm_config.load_config),
         sinks=config.sinks,
         window=config.window,
         chunk_size=config.chunk_size,
         gate=gate_digest(config),
+        domains=domains,
         info={
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "model_name": str(vllm_config.model_config.served_model_name or vllm_config.model_config.model),
             "samples": source,
-            "tokens_per_sample": f"{min(len(p['prompt_token_ids']) for p in prompts)} to "
-            f"{max(len(p['prompt_token_ids']) for p in prompts)}",
+            "tokens_per_sample": f"{min(map(len, prompts))} to {max(map(len, prompts))}",
             "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
             "vllm": vllm.__version__,
             "vllm-tangram": version("vllm-tangram"),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_tangram.budget import RetentionProfile, rank_stability
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.check import check_wanted
 from vllm_tangram.engine.compat import check_supported, check_vllm
@@ -62,7 +63,8 @@ def ready_options(
     }
     plan_of(vllm_config)
     check_spill(vllm_config)
-    identity = fingerprint_of(vllm_config.model_config)
+    with vllm_refusals(f"{model}: "):
+        identity = fingerprint_of(vllm_config.model_config, vllm_config.load_config)
     config = resolve_gate(resolve_scorer(config, identity), identity)
     config = resolve_profile(config, model, given, identity)
     options = engine_options(config, given)
@@ -72,6 +74,9 @@ def ready_options(
         logger.info("Tangram: gate %s", config.gate)
     if config.profile is not None:
         logger.info("Tangram: retention profile %s", config.profile)
+        stability = rank_stability(RetentionProfile.load(config.profile), config.retention)
+        if config.budgets == "profile" and (warning := stability.warning()) is not None:
+            logger.warning("Tangram: %s.", warning)
     return options
 
 

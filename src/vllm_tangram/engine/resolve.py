@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from multiprocessing import active_children
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ logger = init_logger("vllm.tangram")  # vLLM shows only what is logged below its
 
 EMBEDDED = "embedded"
 PILOT_SAMPLES = 50
-PILOT_TOKENS = 2048
+_PILOT_TOKENS = 2048
+_LAST_BREATH = 60.0  # seconds
 _SHIPPED = Path(__file__).parent.parent / "profiles"
 # vLLM options that decide which model is served, and how it computes: a profile is made with the same.
 _MODEL_OPTIONS = (
@@ -50,6 +52,8 @@ _MODEL_OPTIONS = (
     "load_format",
     "seed",
 )
+# Of these a profile's engine only wants to be allowed to start where the served one is: its pool is stated in bytes.
+_START_OPTIONS = ("gpu_memory_utilization",)
 
 
 def model_path(name: str) -> str:
@@ -65,12 +69,13 @@ def model_path(name: str) -> str:
 
 
 def model_identity(model: str, vllm_options: dict[str, Any]) -> dict[str, Any]:
-    """Fingerprint of a model that is not loaded yet."""
-    return fingerprint_of(_model_config(model, vllm_options))
+    """Fingerprint of a model that is not loaded yet; weights of the hub are fetched."""
+    arguments = _engine_args(model, vllm_options)
+    return fingerprint_of(arguments.create_model_config(), arguments.create_load_config())
 
 
-def _model_config(model: str, vllm_options: dict[str, Any]) -> ModelConfig:
-    return EngineArgs(model=model, **_model_options(vllm_options)).create_model_config()
+def _engine_args(model: str, vllm_options: dict[str, Any]) -> EngineArgs:
+    return EngineArgs(model=model, **_model_options(vllm_options))
 
 
 def _model_options(vllm_options: dict[str, Any]) -> dict[str, Any]:
@@ -183,37 +188,55 @@ def _cached(
             PILOT_SAMPLES,
             path,
         )
-        make_profile(config, model, vllm_options, pilot.pilot_texts(PILOT_SAMPLES), "built-in pilot texts").save(path)
+        samples = pilot.pilot_samples(PILOT_SAMPLES, tokens=pilot_tokens(config))
+        make_profile(config, model, vllm_options, samples, pilot.BUILT_IN).save(path)
     RetentionProfile.load(path).check(model=identity, scorer=config.scorer, gate=gate)
     return path
+
+
+def pilot_tokens(config: TangramConfig) -> int:
+    """Tokens of a pilot sample: a whole chunk, because what a head keeps depends on how many compete.
+
+    (docs/quality.md, "Longer prompts": KeyDiff's ranking of heads in one chunk of 8192 tokens is another than in 2048.)
+    """
+    return max(config.chunk_size, _PILOT_TOKENS)
 
 
 def make_profile(
     config: TangramConfig,
     model: str,
     vllm_options: dict[str, Any],
-    texts: list[str],
+    samples: list[pilot.Sample],
     source: str,
     *,
-    max_tokens: int = PILOT_TOKENS,
+    max_tokens: int | None = None,
 ) -> RetentionProfile:
     """Start an engine at retention 1, run the samples with a progress bar, and stop the engine.
+
+    No other engine runs meanwhile, and it has ended when this returns: a model that fits once can be profiled. Beside
+    the model it takes the KV of one sample and one chunk's scores of all layers.
 
     Args:
         config: names scorer, gate, sinks, window and chunk size.
         model: path or name.
         vllm_options: vLLM's options, of which those that decide what is computed are used.
-        texts: pilot samples.
+        samples: pilot texts and their domains.
         source: where they come from, for the file.
-        max_tokens: tokens of a sample that are used.
+        max_tokens: tokens of a sample that are used; None: ``pilot_tokens``.
+
+    Raises:
+        TangramError: a sample is too short; no engine was started.
 
     """
     from vllm_tangram.engine.llm import LLM
-    from vllm_tangram.engine.profiling import profile_model
+    from vllm_tangram.engine.profiling import pilot_prompts, profile_model
 
-    served = _model_config(model, vllm_options)
+    served = _engine_args(model, vllm_options).create_model_config()
+    max_tokens = max_tokens or pilot_tokens(config)
+    prompts = pilot_prompts(samples, served, config, max_tokens)
     longest = min(max_tokens + 2, served.max_model_len)
     ours = config.model_dump(include={"scorer", "gate", "sinks", "window", "chunk_size"})
+    others = set(active_children())
     llm = LLM(
         model,
         retention=1.0,
@@ -225,13 +248,17 @@ def make_profile(
         enforce_eager=True,
         **ours,
         **_model_options(vllm_options),
+        **{name: vllm_options[name] for name in _START_OPTIONS if vllm_options.get(name) is not None},
     )
     try:
         with progress_bars() as start:
-            advance = start("profiling", len(texts))
-            return profile_model(llm, texts, max_tokens=max_tokens, source=source, advance=advance)
+            advance = start("profiling", len(samples))
+            domains = tuple(sample.domain for sample in samples)
+            return profile_model(llm, prompts, domains=domains, source=source, advance=advance)
     finally:
         llm.llm_engine.engine_core.shutdown()
+        for process in set(active_children()) - others:  # vLLM kills a slow one, and does not wait for that
+            process.join(_LAST_BREATH)
 
 
 def _full_kv_bytes(model: ModelConfig, num_tokens: int, chunk_size: int) -> int:

@@ -17,7 +17,7 @@ from vllm_tangram.errors import TangramError
 from vllm_tangram.pages.layout import PageLayout
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
 OPTIONS_KEY = "tangram"  # in VllmConfig.additional_config
 
@@ -108,12 +108,29 @@ def host_pages(vllm_config: VllmConfig) -> int:
     return int(config_of(vllm_config).session_spill_gib * 2**30) // layout_of(vllm_config).page_bytes
 
 
-def fingerprint_of(model_config: ModelConfig) -> dict[str, Any]:
-    """Identity of the served model, to compare with a profile's."""
-    return model_fingerprint(model_config.hf_text_config.to_dict(), _weights_dir(model_config))
+def fingerprint_of(model_config: ModelConfig, load_config: LoadConfig) -> dict[str, Any]:
+    """Identity of the served model, to compare with a profile's and a gate's.
+
+    Weights are part of it. Those of a model of the hub that are not here yet are fetched, by the loader that is about
+    to load them: else the first start would find no gate, and make a profile that the second does not know.
+
+    Raises:
+        OSError: they cannot be fetched.
+
+    """
+    described = model_config.hf_text_config.to_dict()
+    identity = model_fingerprint(described, _weights_dir(model_config, load_config))
+    if identity["weights"] is None and not Path(model_config.model).is_dir():
+        from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
+
+        loader = get_model_loader(load_config)
+        if isinstance(loader, DefaultModelLoader):  # others load no safetensors of the hub, or nothing at all
+            loader.download_model(model_config)
+            identity = model_fingerprint(described, _weights_dir(model_config, load_config))
+    return identity
 
 
-def _weights_dir(model_config: ModelConfig) -> Path | None:
+def _weights_dir(model_config: ModelConfig, load_config: LoadConfig) -> Path | None:
     path = Path(model_config.model)
     if path.is_dir():
         return path
@@ -121,6 +138,12 @@ def _weights_dir(model_config: ModelConfig) -> Path | None:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(model_config.model, revision=model_config.revision, local_files_only=True))
+        found = snapshot_download(
+            model_config.model,
+            revision=model_config.revision,
+            cache_dir=load_config.download_dir,
+            local_files_only=True,
+        )
     except (LocalEntryNotFoundError, OSError, ValueError):
         return None
+    return Path(found)

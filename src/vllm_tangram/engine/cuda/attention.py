@@ -129,6 +129,8 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         self, step: DecodeStep, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, output: Tensor
     ) -> None:
         n = step.num_rows
+        if self.index == 0:
+            step.splits.plan.make(step.batch)  # for all layers; here, so that it is part of a CUDA graph
         decode_attention(
             query[:n],
             key[:n],
@@ -136,8 +138,9 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             pool,
             output[:n],
             batch=step.batch,
-            work=step.work[self.index],
-            scratch=step.scratch,
+            plan=step.splits.plan,
+            layer=self.index,
+            scratch=step.splits.scratch,
             scale=self.scale,
         )
 

@@ -21,8 +21,8 @@ from vllm_tangram.engine.chunk import Chunk
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from vllm_tangram.attention.decode import SplitScratch
     from vllm_tangram.engine.cuda.runner import TangramGPUModelRunner
+    from vllm_tangram.engine.cuda.splits import DecodeSplits
     from vllm_tangram.engine.profiling import ScoreObserver
     from vllm_tangram.pages.device import DevicePages
 
@@ -38,15 +38,13 @@ class DecodeStep:
     Attributes:
         num_rows: R, padding included.
         batch: for the kernel.
-        work: work lists of the layers.
-        scratch: room for partial results.
+        splits: of the batch over the device; the first layer makes the plan.
 
     """
 
     num_rows: int
     batch: DecodeBatch
-    work: list[Tensor]
-    scratch: SplitScratch
+    splits: DecodeSplits
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,7 @@ class HeadGroupMetadata:
 class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
     """Turns vLLM's batch into decode and prefill rows; ``bind`` gives it the runner, which knows the requests.
 
-    A decode step touches nothing but persistent buffers: slots, lengths, block table and the maps of ``DecodeSplits``.
+    A decode step touches nothing but persistent buffers: slots, lengths, block table and the plan of ``DecodeSplits``.
     """
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -150,14 +148,13 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
             num_decodes = int(np.argmin(np.append(query_lens == 1, False)))
         decode = prefill = None
         if num_decodes:
-            work, scratch = runner.splits.of(num_decodes)
             batch = DecodeBatch(
                 requests=runner.requests[:num_decodes],
                 seq_lens=common.seq_lens[:num_decodes],
                 flat=runner.flat,
                 pages=runner.pages,
             )
-            decode = DecodeStep(num_decodes, batch, work, scratch)
+            decode = DecodeStep(num_decodes, batch, runner.splits)
         if num_decodes < num_rows:
             prefill = self._prefill(runner, common, num_decodes)
         return HeadGroupMetadata(common.num_actual_tokens, decode, prefill, runner.pages, runner.flat, runner.observer)
@@ -254,7 +251,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         assert runner is not None
         packed = np.zeros((1, _HEADER + 2 * runner.plan.num_groups), np.int32)
         packed[0, 2] = -1
-        chunk = Chunk(first=0, num_tokens=num_tokens, position=num_tokens, request=0)
+        chunk = Chunk(first=0, num_tokens=num_tokens, position=0, request=0)
         starts = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * num_tokens
         rows = self._rows(async_tensor_h2d(packed, device=self.device), num_tokens)
         wave = Wave((chunk,), rows, scored=(chunk,), histories=(History(0, starts, 1),))

@@ -42,7 +42,7 @@ class TangramGPUModelRunner(GPUModelRunner):
         pages: finds the pages of the requests that this worker knows.
         requests: ``[max_num_reqs]`` int32 on the device, slot of each batch row, -1 where there is no request.
         schedules: by slot.
-        splits: how decode attention is cut, by batch size.
+        splits: how decode attention is split over the device.
         observer: records scores while a profile is made.
 
     """
@@ -114,7 +114,9 @@ class TangramGPUModelRunner(GPUModelRunner):
         """Compile the prefill kernels for chunks of any size; the prompts of vLLM's own warm-up have two tokens."""
         layer = self.compilation_config.static_forward_context[self.kv_cache_config.kv_cache_groups[0].layer_names[0]]
         builder = self.attn_groups[0][0].get_metadata_builder(0)
-        for num_tokens in sizes_to_compile(self.max_num_tokens):
+        # No chunk is longer than this, and a scorer may know no position beyond the model's.
+        longest = min(self.max_num_tokens, self.plan.config.chunk_size, self.max_model_len)
+        for num_tokens in sizes_to_compile(longest):
             query, key, value, output = (
                 torch.zeros(num_tokens, heads, layer.head_size, dtype=self.dtype, device=self.device)
                 for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)

@@ -1,100 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The split map of a running engine: made once per batch size of the CUDA graphs, read by every decode step."""
+"""How a running engine splits decode attention over the device: one plan of all layers per step, made on the device."""
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
-from functools import cached_property
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_tangram.attention.decode import DecodeBatch, SplitScratch, decode_attention
-from vllm_tangram.attention.partition import plan_work, resident_blocks, work_list
+from vllm_tangram.attention.decode import FANS, DecodeBatch, SplitScratch, Tuning, decode_attention
+from vllm_tangram.attention.partition import SplitPlan, resident_blocks
 
 if TYPE_CHECKING:
     from vllm_tangram.engine.cuda.runner import TangramGPUModelRunner
 
-#: "0" cuts nothing: one thread block per request and KV head. For measurements.
+#: "0" cuts all heads of a batch into equally many pieces, however long they are. For measurements.
 SWITCH = "TANGRAM_SPLIT_MAP"
 
 
 class DecodeSplits:
-    """Work lists of all layers by batch size, on the device.
+    """The plan of the current step and room for its partial results.
 
-    What the map is made from is known when the engine starts: the budgets at the server's retention and the thread
-    blocks that the device runs at once. A batch is cut as the next larger batch size of the CUDA graphs is.
+    Attributes:
+        plan: shares of all layers.
+        scratch: for as many thread blocks as the plan can have.
+
     """
 
-    def __init__(self, runner: TangramGPUModelRunner) -> None:
-        self.runner = runner
-        largest = runner.max_num_reqs
-        sizes = runner.compilation_config.cudagraph_capture_sizes or [2**i for i in range(largest.bit_length())]
-        self._buckets = sorted({size for size in sizes if size < largest} | {largest})
-        self._work: dict[int, list[Tensor]] = {}
-        self._enabled = os.environ.get(SWITCH) != "0"
+    def __init__(self, runner: TangramGPUModelRunner, num_blocks: int | None = None) -> None:
+        """Allocate for the largest batch.
 
-    def of(self, num_rows: int) -> tuple[list[Tensor], SplitScratch]:
-        """Work lists of the layers for a batch of ``num_rows``, and room for its partial results."""
-        bucket = self._buckets[min(bisect_left(self._buckets, num_rows), len(self._buckets) - 1)]
-        if bucket not in self._work:
-            lists = self._lists(bucket)
-            together = torch.from_numpy(np.concatenate(lists)).to(self.runner.device)
-            self._work[bucket] = list(together.split([len(layer) for layer in lists]))
-        return self._work[bucket], self.scratch
+        Args:
+            runner: with its plan and pages.
+            num_blocks: thread blocks of a layer; None for as many as the device runs of this model's kernel at once.
 
-    @cached_property
-    def scratch(self) -> SplitScratch:
-        """Room for the largest batch of any size."""
-        runner = self.runner
-        slots = max(size * max(map(len, self._lists(size))) for size in self._buckets)
-        return SplitScratch(slots, self._ratio, runner.model_config.get_head_size(), runner.device)
+        """
+        groups = runner.plan.groups
+        config, parallel = runner.model_config, runner.parallel_config
+        head_dim, heads = config.get_head_size(), groups.group.shape[1]
+        ratio = int(config.get_num_attention_heads(parallel) // config.get_num_kv_heads(parallel))
+        members = np.stack([groups.group, groups.column], axis=-1).astype(np.int32)
+        tuning = Tuning.default(head_dim, runner.dtype)
+        on_device = torch.from_numpy(members).to(runner.device)
 
-    @property
-    def _ratio(self) -> int:
-        config, parallel = self.runner.model_config, self.runner.parallel_config
-        return int(config.get_num_attention_heads(parallel) // config.get_num_kv_heads(parallel))
-
-    @cached_property
-    def shares(self) -> np.ndarray:
-        """``[L, H]``, fraction of the longest prompt that each member holds at the server's retention."""
-        plan = self.runner.plan
-        kept = plan.schedule(plan.config.retention).kept[-1]
-        return np.maximum(kept, 1)[plan.groups.group] / max(int(kept.max()), 1)
-
-    @cached_property
-    def resident(self) -> int:
-        """Thread blocks of the decode kernel that the device runs at once, asked of the driver for this very model."""
-        runner = self.runner
-        plan, device, dtype = runner.plan, runner.device, runner.dtype
-        heads, head_dim = plan.groups.group.shape[1], runner.model_config.get_head_size()
+        def plan(max_rows: int, blocks: int, *, even: bool = False) -> SplitPlan:
+            return SplitPlan(on_device, max_rows, blocks, tuning.tile, even=even)
 
         def rows(num_heads: int) -> Tensor:
-            return torch.zeros(1, num_heads, head_dim, dtype=dtype, device=device)
+            return torch.zeros(1, num_heads, head_dim, dtype=runner.dtype, device=runner.device)
 
-        groups = plan.groups
-        first = np.ones(heads, np.int32), np.ones(heads), groups.group[0], groups.column[0]
-        nobody = torch.full((1,), -1, dtype=torch.int32, device=device)
-        kernel = decode_attention(
-            rows(heads * self._ratio),
-            rows(heads),
-            rows(heads),
-            torch.zeros(1, plan.groups.size, plan.block_size, 2 * head_dim, dtype=dtype, device=device),
-            rows(heads * self._ratio),
-            batch=DecodeBatch(nobody, torch.zeros_like(nobody), nobody[None], runner.pages),
-            work=torch.from_numpy(work_list(*first, num_rows=1)).to(device),
-            scratch=SplitScratch(heads, self._ratio, head_dim, device),
-            scale=1.0,
-        )
-        return resident_blocks(kernel, device)
-
-    def _lists(self, num_rows: int) -> list[np.ndarray]:
-        groups = self.runner.plan.groups
-        if self._enabled:
-            return plan_work(self.shares, groups.group, groups.column, num_rows, self.resident)
-        ones = np.ones(self.shares.shape, np.int32)
-        layers = zip(ones, self.shares, groups.group, groups.column, strict=True)
-        return [work_list(*layer, num_rows=1) for layer in layers]
+        if num_blocks is None:
+            nobody = torch.full((1,), -1, dtype=torch.int32, device=runner.device)
+            batch = DecodeBatch(nobody, torch.zeros_like(nobody), nobody[None], runner.pages)
+            nothing = plan(1, heads)
+            nothing.make(batch)
+            kernels = [
+                decode_attention(
+                    *(rows(heads * ratio), rows(heads), rows(heads)),
+                    rows(2 * groups.size * runner.plan.block_size).view(1, groups.size, -1, 2 * head_dim),
+                    rows(heads * ratio),
+                    batch=batch,
+                    plan=nothing,
+                    layer=0,
+                    scratch=SplitScratch(heads, ratio, head_dim, runner.device),
+                    scale=1.0,
+                    tuning=replace(tuning, fan=fan),
+                )
+                for fan in FANS
+            ]
+            num_blocks = min(resident_blocks(kernel, runner.device) for kernel in kernels)
+        even = os.environ.get(SWITCH) == "0"
+        self.plan = plan(runner.max_num_reqs, num_blocks, even=even)
+        self.scratch = SplitScratch(self.plan.shares.shape[1], ratio, head_dim, runner.device)

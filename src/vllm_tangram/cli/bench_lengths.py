@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``tangram bench lengths``: do heads keep other shares of longer prompts?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_tangram.cli.rendering import console, human_tokens, percent, print_json, table
+from vllm_tangram.config import TangramConfig
+from vllm_tangram.errors import TangramError
+
+_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
+
+
+def lengths(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, or the word `embedded`.")] = "embedded",
+    scorer: Annotated[list[str] | None, typer.Option(help="May be repeated; else keydiff.")] = None,
+    gate: Annotated[Path | None, typer.Option(help="For --scorer fastkvzip; else a known one.")] = None,
+    lengths: Annotated[str, typer.Option(help="Beginnings of texts, in tokens.", metavar="N[,N...]")] = (
+        "512,1024,2048,4096,8192"
+    ),
+    chunk_size: Annotated[int, typer.Option(help="Tokens of the reference, and of the chunks of a whole text.")] = (
+        _DEFAULTS["chunk_size"]
+    ),
+    num_samples: Annotated[int, typer.Option(help="Built-in pilot texts, of five domains in turn.", min=2)] = 10,
+    retention: Annotated[float, typer.Option(help="As for `tangram serve`.")] = _DEFAULTS["retention"],
+    alpha: Annotated[float, typer.Option(help="As for `tangram serve`.")] = _DEFAULTS["alpha"],
+    device: Annotated[str, typer.Option(help="Where to compute, such as cpu or cuda.")] = "cpu",
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare what heads keep of longer and shorter prompts, and of later chunks, with what a profile is made of."""
+    from vllm_tangram.bench.lengths import measure_lengths, pieces_of
+    from vllm_tangram.compression import get_scorer, needs_gate
+    from vllm_tangram.compression.gate import Gate
+    from vllm_tangram.compression.shipped import find_gate
+    from vllm_tangram.embedded import embedded_model
+    from vllm_tangram.eval.dense import DenseModel
+    from vllm_tangram.pilot import pilot_samples
+    from vllm_tangram.progress import progress_bars
+
+    names = list(dict.fromkeys(scorer or ["keydiff"]))
+    configs = [
+        TangramConfig.parse({"scorer": name, "retention": retention, "alpha": alpha, "chunk_size": chunk_size})
+        for name in names
+    ]
+    pieces = pieces_of(_numbers(lengths), chunk_size)
+    dense = DenseModel.load(embedded_model() if model == "embedded" else model, device=device)
+    scored = None
+    if any(map(needs_gate, names)):
+        scored = Gate.load(find_gate(gate, dense.fingerprint)).to(dense.device)
+    longest = max(piece.stop for piece in pieces)
+    samples = pilot_samples(num_samples, tokens=longest)
+    made = [get_scorer(name, scored) for name in names]
+    with progress_bars() as start:
+        found = measure_lengths(dense, made, samples, pieces, configs[0], start("texts", num_samples))
+    report = {
+        "model": dense.fingerprint,
+        "samples": num_samples,
+        "retention": retention,
+        "alpha": alpha,
+        "scorers": {
+            name: {"other_texts": other_texts, "pieces": [asdict(effect) for effect in effects]}
+            for name, (effects, other_texts) in found.items()
+        },
+    }
+    if json:
+        print_json(report)
+    else:
+        _print(report)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise TangramError(f"--lengths: {text!r} is no list of numbers such as 512,2048") from None
+
+
+def _print(report: dict[str, Any]) -> None:
+    out = console()
+    columns = ("tokens", "rank correlation", "moved", "clipped", "with own budgets")
+    for name, scorer in report["scorers"].items():
+        rows = [
+            (
+                f"{human_tokens(row['piece']['start'])} to {human_tokens(row['piece']['stop'])}",
+                f"{row['rank_correlation']:.3f}",
+                *(percent(row[field]) for field in ("moved", "clipped", "clipped_own")),
+            )
+            for row in scorer["pieces"]
+        ]
+        title = f"{name}, retention {report['retention']:g}, {report['samples']} texts, beside the first row"
+        out.print(table(title, columns, rows))
+        out.print(f"(rank correlation of half the texts with the other half, first row: {scorer['other_texts']:.3f})\n")
