@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 
 from vllm_tangram.errors import TangramError
@@ -24,7 +25,7 @@ def check_target(path: Path, name: str) -> None:
         raise TangramError(f"{name} {path} is not a regular file and will not be replaced: give another name")
     temporary = _temporary(path)
     try:
-        temporary.touch()
+        temporary.touch(exist_ok=False)
         temporary.unlink()
     except OSError as error:
         raise TangramError(f"{name} {path} cannot be written: {error.strerror}") from error
@@ -45,7 +46,7 @@ def write_atomically(path: Path, data: bytes, name: str) -> None:
     check_target(path, name)
     temporary = _temporary(path)
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -57,5 +58,6 @@ def write_atomically(path: Path, data: bytes, name: str) -> None:
 
 
 def _temporary(path: Path) -> Path:
-    # In the same folder, or the rename would be a copy; not by tempfile, whose files only their owner may read.
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # In the same folder, or the rename would be a copy; not by tempfile, whose files only their owner may read. Opened
+    # only if it is new, so that no link that somebody put there is followed; hence never the name of one left behind.
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")

@@ -20,7 +20,7 @@ def cache_dir() -> Path:
 
 
 def writable_cache_dir() -> Path:
-    """The cache folder, made if needed.
+    """The cache folder, made if needed, for its owner alone: whoever writes there says which tokens are kept.
 
     Raises:
         TangramError: it cannot be made or written to.
@@ -28,7 +28,7 @@ def writable_cache_dir() -> Path:
     """
     folder = cache_dir()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise _unwritable(folder, error.strerror) from error
     if not os.access(folder, os.W_OK | os.X_OK):

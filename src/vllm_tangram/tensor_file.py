@@ -77,7 +77,7 @@ class TensorFile:
                 return header, {} if header_only else {name: file.get_tensor(name) for name in self.tensors}
         except TangramError:
             raise
-        except (SafetensorError, OSError, ValueError, TypeError, KeyError) as error:
+        except (SafetensorError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise UnreadableFile(f"{self.name} {path} cannot be read ({error}); {self._advice}") from error
 
     @contextmanager

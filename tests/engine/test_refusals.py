@@ -56,7 +56,7 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
         ({"max_num_batched_tokens": 2048}, "--max-num-batched-tokens 2048 leaves no room"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "--speculative-config"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype"),
-        ({"enable_chunked_prefill": False, "max_num_batched_tokens": 8192}, "--no-enable-chunked-prefill"),
+        ({"enable_chunked_prefill": False}, "--no-enable-chunked-prefill"),
         ({"long_prefill_token_threshold": 512}, "--long-prefill-token-threshold"),
         ({"scheduler_reserve_full_isl": False}, "--no-scheduler-reserve-full-isl"),
         ({"kv_offloading_size": 1.0}, "--kv-(offloading-size|transfer-config)"),
@@ -83,6 +83,11 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
 )
 def test_options(embedded: Path, options: dict[str, Any], message: str) -> None:
     refused(embedded, message, **options)
+
+
+def test_a_check_that_is_neither_on_nor_off(embedded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANGRAM_CHECK", "yes")
+    refused(embedded, "TANGRAM_CHECK must be 0 or 1, got 'yes'")
 
 
 @pytest.fixture

@@ -3,17 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +13,7 @@ import httpx
 import openai
 import pytest
 from click.testing import Result
+from tests.serving import Server, serving, stop
 from typer.testing import CliRunner
 
 from vllm_tangram.cli.app import app
@@ -28,42 +21,8 @@ from vllm_tangram.cli.app import app
 pytestmark = pytest.mark.engine
 
 MODEL = "SmolLM2-135M-Instruct"
-START_SECONDS = 240
 LONG = " ".join(f"Entry {i}: the harbour of port {7 * i} has {i % 13} cranes." for i in range(120))  # 2 k tokens
 TOO_LONG = "word " * 3000  # fits at 0.25, not at 1
-
-
-@dataclass(frozen=True)
-class Server:
-    """A running server: its address and clients."""
-
-    url: str
-    http: httpx.Client
-    client: openai.OpenAI
-
-    def metric(self, name: str, label: str = "") -> float:
-        """Sum over the series of a metric; there must be one."""
-        series = re.findall(rf"^{name}\{{.*{label}.*\}} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
-        assert series, name
-        return sum(map(float, series))
-
-    def pages(self, state: str) -> float:
-        return self.metric("tangram:pages", f'state="{state}"')
-
-    def chat(self, text: str, *, max_tokens: int = 4, **options: Any) -> Any:
-        return self.chat_on([{"role": "user", "content": text}], max_tokens=max_tokens, **options)
-
-    def chat_on(self, messages: list[Any], *, max_tokens: int = 4, **options: Any) -> Any:
-        return self.client.chat.completions.create(
-            model=MODEL, messages=messages, max_tokens=max_tokens, temperature=0, **options
-        )
-
-    def wait_until_idle(self) -> None:
-        """Until no page is held; metrics are renewed by engine steps alone, so small requests make some."""
-        deadline = time.monotonic() + 30
-        while self.chat("hi") and self.pages("in_use"):
-            assert time.monotonic() < deadline, "pages are still held"
-            time.sleep(0.2)
 
 
 def retention(value: object) -> dict[str, Any]:
@@ -72,62 +31,14 @@ def retention(value: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def server(embedded: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ours = "--retention 0.25 --budgets=uniform --chunk-size 512 --session-spill-gib 0.1"
-    vllms = f"--port {port} --host=127.0.0.1 --kv-cache-memory-bytes 60000000 --max-model-len=4096 --max-num-seqs 8"
-    more = f"--served-model-name {MODEL} --enforce-eager --enable-prompt-tokens-details"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
-    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # the other tests' engines run in one process, this one not
-    log = tmp_path_factory.mktemp("server") / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "vllm_tangram.cli", "serve"),
-                *(*ours.split(), str(embedded), *vllms.split(), *more.split()),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-    url = f"http://127.0.0.1:{port}"
-    try:
-        with httpx.Client(base_url=url, timeout=60) as http:
-            _wait_for(process, http, log)
-            assert "Tangram: retention 0.25" in log.read_text(), "the server does not say what fits"
-            yield Server(url, http, openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60))
-        assert process.poll() is None, f"the server died: {log.read_text()[-3000:]}"
-        process.terminate()
-        process.wait(timeout=60)
-        _wait_until_gone(process.pid)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _wait_for(process: subprocess.Popen[bytes], http: httpx.Client, log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        assert process.poll() is None, f"the server did not start: {log.read_text()[-3000:]}"
-        try:
-            if http.get("/health").status_code == 200:
-                return
-        except httpx.TransportError:
-            time.sleep(0.5)
-    pytest.fail(f"the server did not start in {START_SECONDS} s: {log.read_text()[-3000:]}")
-
-
-def _wait_until_gone(group: int) -> None:
-    """No process outlives the server for long."""
-    deadline = time.monotonic() + 20
-    with contextlib.suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.killpg(group, 0)
-            time.sleep(0.2)
-        pytest.fail("processes of the server are still running")
+    vllms = "--kv-cache-memory-bytes 60000000 --max-model-len=4096 --max-num-seqs 8"
+    more = "--enforce-eager --enable-prompt-tokens-details"
+    options = [*ours.split(), str(embedded), *vllms.split(), *more.split()]
+    with serving(tmp_path_factory.mktemp("server"), options, model=MODEL) as server:
+        assert "Tangram: retention 0.25" in server.log.read_text(), "the server does not say what fits"
+        yield server
+        stop(server)
 
 
 def test_chat_completion(server: Server) -> None:

@@ -24,6 +24,7 @@ from tests.budget.strategies import Case, skewed_curve
 from vllm.v1.core.block_pool import BlockPool
 
 from vllm_tangram.budget import EvictionSchedule, group_members
+from vllm_tangram.engine.check import PageCheck
 from vllm_tangram.engine.manager import HeadGroupManager, RequestBudget
 from vllm_tangram.engine.sessions import SessionCache
 
@@ -54,6 +55,7 @@ class Traffic(RuleBasedStateMachine):
         spec = SimpleNamespace(block_size=BLOCK, dcp_sharded=False)
         self.manager = HeadGroupManager(spec, self.pool, True, 0, BLOCK)
         self.manager.sessions = self.new_sessions()
+        self.check = PageCheck(self.manager)
         self.memory: dict[int, Label] = {}
         self.host_memory: dict[int, Label] = {}
         self.running: dict[str, Any] = {}
@@ -83,7 +85,9 @@ class Traffic(RuleBasedStateMachine):
             request_id=str(self.number),
             prompt=prompt,
             num_tokens=len(prompt),
+            num_prompt_tokens=len(prompt),
             num_computed_tokens=0,
+            num_preemptions=0,
             length=len(prompt) + out,
             block_hashes=[repr(prompt[: end + BLOCK]).encode() for end in range(0, len(prompt) - BLOCK + 1, BLOCK)],
         )
@@ -179,6 +183,7 @@ class Traffic(RuleBasedStateMachine):
         self.manager.leave(request)
         self.manager.free(request.request_id)
         request.num_computed_tokens = 0
+        request.num_preemptions += 1
         self.waiting.insert(0, request)
 
     def end(self, request: Any) -> None:
@@ -218,6 +223,14 @@ class Traffic(RuleBasedStateMachine):
         for request_id in self.running:
             t = self.running[request_id].num_computed_tokens
             assert len(self.manager.req_to_blocks[request_id]) == self.manager.budgets[request_id].pages(t)
+
+    def requests(self) -> dict[str, Any]:
+        return {request.request_id: request for request in [*self.running.values(), *self.waiting]}
+
+    @invariant()
+    def nothing_is_found_wrong(self) -> None:
+        """What servers check with TANGRAM_CHECK=1 is true, whatever happens."""
+        self.check.run(self.requests())
 
     @invariant()
     def checkpoints_are_whole(self) -> None:
@@ -289,6 +302,7 @@ def test_much_traffic(kind: type[Traffic], restored: int) -> None:
                 traffic.abort(random.randrange(2**32))
             traffic.steps(random.randrange(2**32), random.randrange(1, 5))
             traffic.pages_are_counted()
+            traffic.nothing_is_found_wrong()
             traffic.checkpoints_are_whole()
             traffic.copies_are_right()
         sessions = traffic.manager.sessions

@@ -120,8 +120,9 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
         raise TangramError(f"--chunk-size ({config.chunk_size}) must be a multiple of --block-size ({block_size})")
     given.setdefault("enable_prefix_caching", True)
     given.setdefault("max_num_seqs", _DEFAULT_MAX_NUM_SEQS)
-    step_tokens = max(config.chunk_size, platform.step_tokens)
-    given.setdefault("max_num_batched_tokens", step_tokens + given["max_num_seqs"])
+    if given.get("enable_chunked_prefill", True):  # else vLLM would find fault with ours before the option is refused
+        step_tokens = max(config.chunk_size, platform.step_tokens)
+        given.setdefault("max_num_batched_tokens", step_tokens + given["max_num_seqs"])
     if platform is _CPU:
         # vLLM's V2 runner needs Triton, which serves no CPU here; its choice is read from the environment only.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from vllm_tangram.budget import RetentionProfile, rank_stability
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.check import check_wanted
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.host import check_host_memory
 from vllm_tangram.engine.options import engine_options, for_platform, vllm_refusals
@@ -51,6 +52,7 @@ def ready_options(
 
     """
     check_vllm()
+    check_wanted()
     config = for_platform(config)
     with vllm_refusals(f"{model}: "), _muted():  # vLLM builds and tells this again when it starts: milliseconds
         vllm_config = build(engine_options(config, given))

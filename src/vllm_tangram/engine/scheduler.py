@@ -13,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_tangram.engine import admission
+from vllm_tangram.engine.check import CHECK_VARIABLE, PLANNED, PageCheck, check_wanted
 from vllm_tangram.engine.compat import check_supported
 from vllm_tangram.engine.manager import HeadGroupManager, RequestBudget
 from vllm_tangram.engine.metrics import PageStats
@@ -55,6 +56,9 @@ class TangramScheduler(Scheduler):
         self.kv_cache_manager.estimate_cached_tokens = manager.cached_tokens  # vLLM's reads hashes of blocks of tokens
         self.page_bytes = layout_of(self.vllm_config).bytes_of(1)
         self.num_preemptions = 0
+        self.check = PageCheck(manager) if check_wanted() else None
+        if self.check is not None:
+            logger.info("Tangram: %s=1: pages are verified at every step.", CHECK_VARIABLE)
         admission.log_capacity(self.vllm_config, self.plan, self.kv_cache_config.num_blocks)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
@@ -62,6 +66,8 @@ class TangramScheduler(Scheduler):
         output = super().schedule(*args, **kwargs)
         if copies := self.pages.sessions.take_copies():
             setattr(output, COPIES, copies)
+        if self.check is not None:
+            setattr(output, PLANNED, self.check.run(self.requests))
         return output
 
     def add_request(self, request: Request) -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 from vllm.v1.attention.backend import AttentionMetadataBuilder
 
+from vllm_tangram.engine.check import check_tables
 from vllm_tangram.engine.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -108,11 +109,13 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         starts = common_attn_metadata.query_start_loc_cpu[: num_reqs + 1].numpy()
         query_lens = np.diff(starts)
         before_tokens = runner.input_batch.num_computed_tokens_cpu[:num_reqs].astype(np.int64)
-        slots = runner.slots_of(runner.input_batch.req_ids[:num_reqs])
+        batch = runner.input_batch.req_ids[:num_reqs]
+        slots = runner.slots_of(batch)
         flat = runner.input_batch.block_table[0]
-        runner.page_table.ingest_all(
-            slots, np.arange(num_reqs, dtype=np.int32), flat.block_table.np, flat.num_blocks_per_row
-        )
+        page_ids, counts = flat.block_table.np, flat.num_blocks_per_row
+        runner.page_table.ingest_all(slots, np.arange(num_reqs, dtype=np.int32), page_ids, counts)
+        if runner.planned is not None:
+            check_tables(runner.planned, runner.plan, runner.page_table, batch, slots, page_ids, counts)
         num_decodes = int(np.argmin(np.append(query_lens == 1, False)))
         decodes = None
         if num_decodes:

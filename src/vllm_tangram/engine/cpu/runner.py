@@ -13,6 +13,7 @@ from vllm.distributed import get_pp_group
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 from vllm_tangram.engine.admission import retention_of
+from vllm_tangram.engine.check import PLANNED, Planned
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
 from vllm_tangram.engine.cpu.generator import RewindableGenerator
 from vllm_tangram.engine.layers import adopt_layers
@@ -38,16 +39,19 @@ class TangramCPUModelRunner(CPUModelRunner):
         last_staging_block: one past the last.
         plan: what each head may keep.
         observer: records scores while a profile is made.
+        planned: what the scheduler says that requests hold in this step, if it checks that.
 
     """
 
     page_table: PageTable
     plan: RetentionPlan
+    planned: dict[str, Planned] | None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.first_staging_block = self.last_staging_block = 0
         self.observer: ScoreObserver | None = None
+        self.planned = None
         self._slot_of: dict[str, int] = {}
         self._free_slots: list[int] = []
 
@@ -118,6 +122,7 @@ class TangramCPUModelRunner(CPUModelRunner):
         A request that comes back (it waited for its next chunk, or was preempted) brings its whole page list again,
         so a table can always be rebuilt.
         """
+        self.planned = getattr(scheduler_output, PLANNED, None)
         result = super()._update_states(scheduler_output)
         present = self.input_batch.req_ids
         # An id may end and come again in one step; then, too, its pages are other ones.
