@@ -52,7 +52,7 @@ def test_every_option_of_ours_is_there() -> None:
     names = {option: parameter for parameter in command.params for option in parameter.opts}
     for name, field in TangramConfig.model_fields.items():
         parameter = names["--" + name.replace("_", "-")]
-        depends = name in ("chunk_size", "scorer")  # on the device, and on whether the model has a gate
+        depends = name == "scorer"  # on whether the model has a gate
         assert parameter.default == (None if depends else field.default)
         assert parameter.help
 

@@ -18,7 +18,7 @@ from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.pages.table import PageTable
 
-CHUNK_SIZE = 8192  # of a server on CUDA
+CHUNK_SIZE = 8192  # what long prompts hold hardly depends on it
 _JITTER = 0.4  # requests are up to this much longer or shorter than the mean
 _SEED = 0  # every run measures the same batches
 

@@ -42,7 +42,12 @@ MaxNumSeqs = Annotated[
 ]
 ChunkSize = Annotated[
     int | None,
-    typer.Option(help="Prompt tokens of a step.  [default: 8192; without CUDA 2048]", min=32, show_default=False),
+    typer.Option(
+        help="Prompt tokens that ours compresses at once; a step of any engine takes 8192 or more, without CUDA 2048.  "
+        "[default: 2048]",
+        min=32,
+        show_default=False,
+    ),
 ]
 Eager = Annotated[
     bool | None,
@@ -108,6 +113,7 @@ def setup_of(
     from vllm_tangram.bench.sizing import card_kv_bytes
 
     cuda = on_cuda()
+    chunk = chunk_size or 2048
     kv_bytes = None if kv_gib is None else int(kv_gib * 2**30)
     if kv_bytes is None and cuda:
         kv_bytes = card_kv_bytes(model, tensor_parallel_size)
@@ -117,7 +123,8 @@ def setup_of(
         kv_bytes=kv_bytes,
         kv_tokens=int(_FITS * request_tokens),
         max_num_seqs=max_num_seqs or (256 if cuda else 16),
-        chunk_size=chunk_size or (8192 if cuda else 2048),
+        chunk_size=chunk,
+        step_tokens=max(chunk, 8192 if cuda else 2048),
         enforce_eager=(not cuda) if enforce_eager is None else enforce_eager,
         options=options,
         tensor_parallel_size=tensor_parallel_size,

@@ -67,14 +67,13 @@ def profile(
     own = [sample for file in samples or [] for sample in load_samples(file)]
 
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")  # stdout is for the report
-    from vllm_tangram.engine.options import for_platform, vllm_refusals
+    from vllm_tangram.engine.options import vllm_refusals
     from vllm_tangram.engine.resolve import make_profile, model_identity, model_path, pilot_tokens, resolve_scorer
 
     with vllm_refusals(f"{model}: "):
         path, options = model_path(model), {"dtype": dtype, "tensor_parallel_size": tensor_parallel_size}
         if scorer is None:
             config = resolve_scorer(config, model_identity(path, options))
-        config = for_platform(config)
         tokens = max_tokens or pilot_tokens(config)
         taken = mixture(own, num_samples) if own else pilot_samples(num_samples, tokens=tokens)
         source = ", ".join(file.name for file in samples or []) or BUILT_IN

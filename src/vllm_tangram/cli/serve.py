@@ -44,9 +44,9 @@ def serve(
         "alpha"
     ],
     margin: Annotated[Margin, typer.Option(help="Whether that counts towards the retention.")] = _DEFAULTS["margin"],
-    chunk_size: Annotated[
-        int | None, typer.Option(help="Prompt tokens that are compressed at once; 2048 on a CPU, 8192 on CUDA.")
-    ] = None,
+    chunk_size: Annotated[int, typer.Option(help="Prompt tokens that are compressed at once.")] = _DEFAULTS[
+        "chunk_size"
+    ],
     sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
     window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
     session_ttl: Annotated[

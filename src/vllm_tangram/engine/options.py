@@ -33,7 +33,6 @@ class _Platform:
         block_size: tokens of a block unless given.
         takes_block: whether its kernels can read blocks of a size.
         block_rule: that, for messages.
-        chunk_size: prompt tokens compressed at once unless given.
         step_tokens: prompt tokens that a step takes unless given, in whole chunks, at least one.
 
     """
@@ -43,7 +42,6 @@ class _Platform:
     block_size: int
     takes_block: Callable[[int], bool]
     block_rule: str
-    chunk_size: int
     step_tokens: int
 
 
@@ -53,7 +51,6 @@ _CPU = _Platform(
     block_size=DEFAULT_BLOCK_SIZE,
     takes_block=lambda size: size % 32 == 0,
     block_rule="a multiple of 32",
-    chunk_size=2048,
     step_tokens=2048,
 )
 _CUDA = _Platform(
@@ -62,7 +59,6 @@ _CUDA = _Platform(
     block_size=64,  # measured: faster to read than 16 or 32, and a quarter of the page ids of 16
     takes_block=lambda size: size in (16, 32, 64, 128),
     block_rule="16, 32, 64 or 128",
-    chunk_size=8192,
     step_tokens=8192,
 )
 
@@ -76,13 +72,6 @@ def _platform() -> _Platform:
         f"vllm-tangram serves CPUs and NVIDIA GPUs, and vLLM found {current_platform.device_name or 'neither'} here: "
         "run `tangram doctor`"
     )
-
-
-def for_platform(config: TangramConfig) -> TangramConfig:
-    """Options with the defaults that depend on the device filled in."""
-    if "chunk_size" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"chunk_size": _platform().chunk_size})
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

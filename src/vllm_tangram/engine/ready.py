@@ -15,7 +15,7 @@ from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.check import check_wanted
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.host import check_host_memory
-from vllm_tangram.engine.options import engine_options, for_platform, vllm_refusals
+from vllm_tangram.engine.options import engine_options, vllm_refusals
 from vllm_tangram.engine.resolve import resolve_gate, resolve_profile, resolve_scorer
 from vllm_tangram.engine.setup import (
     OPTIONS_KEY,
@@ -53,7 +53,6 @@ def ready_options(
     """
     check_vllm()
     check_wanted()
-    config = for_platform(config)
     with vllm_refusals(f"{model}: "), _muted():  # vLLM builds and tells this again when it starts: milliseconds
         vllm_config = build(engine_options(config, given))
     check_supported(vllm_config)
