@@ -24,7 +24,9 @@ Start = Callable[..., Engine]
 @pytest.fixture
 def start(make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str]) -> Start:
     def engine(scorer: str = "snapkv", **options: object) -> Engine:
-        return make_engine(**{**SMALL, "scorer": scorer, "profile": skewed_profile(scorer), **options})
+        started = make_engine(**{**SMALL, "scorer": scorer, "profile": skewed_profile(scorer), **options})
+        started.llm.reset_prefix_cache()  # other tests ask the same engine about the same text
+        return started
 
     return engine
 
