@@ -125,7 +125,7 @@ def test_no_step_is_slow_for_the_plugins_sake(total: int, tmp_path: Path) -> Non
     print(
         f"\n{dict(outcomes)}; {len(times.whole)} steps, {waiting} with requests waiting, {full} with a full pool, "
         f"{engine.scheduler.num_preemptions} preemptions\na step {1000 * median:.2f} ms (median); of it scheduling and "
-        f"page tables {1000 * statistics.median(times.ours):.2f} ms (median) to {1000 * max(times.ours):.2f} (largest); "
+        f"page tables {1000 * statistics.median(times.ours):.2f} ms (median) to {1000 * max(times.ours):.2f} (most); "
         f"over four median steps: {[round(1000 * seconds, 1) for seconds in slow]}"
     )
     assert outcomes.total() == total
