@@ -11,6 +11,8 @@ from typing import Any
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 # Two threads that spin for each other on two busy cores are many times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# vLLM binds every rank to a NUMA node of its own, which the machine may not have. It reads this once a process.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,14 +128,6 @@ class Served:
                     assert expected == (list(range(end - position)) if kept is None else kept[place])
                     compared += 1
         return compared
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread_a_rank() -> Iterator[None]:
-    """vLLM binds ranks to NUMA nodes of their own, which the machine may not have."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(os.environ, "VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        yield
 
 
 @pytest.fixture(scope="module")
