@@ -17,11 +17,11 @@ from tests.engine.drive import Answer, Engine
 from tests.models import make_checkpoint
 
 from vllm_tangram import LLM
-from vllm_tangram.budget import RetentionPlan, RetentionProfile
+from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionPlan, RetentionProfile
 from vllm_tangram.compression import get_scorer
 from vllm_tangram.compression.competition import compete
 from vllm_tangram.compression.gate import Gate
-from vllm_tangram.engine.profiling import PROFILE_RETENTIONS, profile_model
+from vllm_tangram.engine.profiling import profile_model
 from vllm_tangram.eval.dense import DenseModel, DenseState
 
 pytestmark = pytest.mark.engine
@@ -204,13 +204,11 @@ def test_sessions_come_back_from_the_host_of_every_rank(served: Served) -> None:
 
 def test_a_profile_is_that_of_the_whole_model(served: Served) -> None:
     """Heads compete over the ranks, as the reference's do; samples of one chunk, which nothing before it changes."""
-    tokenizer = served.engine.llm.get_tokenizer()
-    texts = ["".join(chr(97 + code % 26) for code in ids) for ids in prompts(100, 128)]
-    profile = profile_model(served.engine.llm, texts, max_tokens=CHUNK, source="test")
+    asked = prompts(100, 128)
+    profile = profile_model(served.engine.llm, asked, domains=("a", "b"), source="test")
     assert profile.model == served.dense.fingerprint
     scorer, empty = get_scorer("fastkvzip", Gate.load(served.plan.config.gate or "")), served.dense.empty()
-    for number, text in enumerate(texts):
-        ids = tokenizer.encode(text)
+    for number, ids in enumerate(asked):
         read = served.dense.read(ids, [scorer], sinks=4, window=WINDOW, after=empty)
         counts = compete(read.scores[scorer.name], PROFILE_RETENTIONS, protect_head=4, protect_tail=WINDOW)
         np.testing.assert_allclose(profile.kept[number] * len(ids), counts, atol=1.01)  # two scores may be nearly equal
