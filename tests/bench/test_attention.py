@@ -127,7 +127,7 @@ def test_our_kernel_reads_what_the_others_are_given(case: Case) -> None:
     pieces = {name: kernels.notes["pieces"] for name, kernels in made.items()}
     assert pieces["few"] == [1, 1]
     assert 1 < pieces["even"][1] <= 50 // (len(case.work.tokens) * SHAPE.kv_heads)
-    assert pieces["balanced"][0] < pieces["balanced"][1]  # lengths differ, and so do the heads
+    assert pieces["balanced"][1] > 1
 
 
 def _paged(
