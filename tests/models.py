@@ -23,6 +23,19 @@ OPTIONS = {
     "initializer_range": 0.4,  # large enough that heads attend to few tokens
 }
 
+# What the configuration of models that are not served says beside that of a Llama.
+SLIDING_WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512}
+LATENT_ATTENTION = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 64,
+    "q_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 8,
+}
+
 
 def make_checkpoint(folder: Path, model_type: str = "llama", **options: Any) -> Path:
     torch.manual_seed(0)

@@ -139,7 +139,6 @@ class Engine:
                 prompt_len=SimpleNamespace(np=np.zeros(SLOTS, np.int32)),
             ),
             max_num_reqs=SLOTS,
-            compilation_config=SimpleNamespace(cudagraph_capture_sizes=[]),
             parallel_config=None,
             device=device,
             dtype=torch.float32,

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
+from tests.models import LATENT_ATTENTION, SLIDING_WINDOW
 
 import vllm_tangram
 from vllm_tangram.engine import compat
@@ -121,20 +122,11 @@ def test_no_profile_is_made_across_nodes(model_like: Callable[..., Path]) -> Non
     ("changes", "message"),
     [
         (
-            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512},
+            SLIDING_WINDOW,
             "sliding-window models",
         ),
         (
-            {
-                "architectures": ["DeepseekV2ForCausalLM"],
-                "model_type": "deepseek_v2",
-                "kv_lora_rank": 64,
-                "q_lora_rank": 64,
-                "qk_rope_head_dim": 16,
-                "qk_nope_head_dim": 32,
-                "v_head_dim": 32,
-                "n_routed_experts": 8,
-            },
+            LATENT_ATTENTION,
             r"\(MLA\) models",
         ),
         (

@@ -81,11 +81,9 @@ def test_profiles(data: st.DataObject, profile_bytes: bytes, file: Path) -> None
 
 def usable(profile: RetentionProfile) -> None:
     """An engine can be planned with it, or it does not fit, which is said."""
-    plan = RetentionPlan(
+    plan = RetentionPlan.of_profile(
         TangramConfig(scorer="keydiff", page_group_size=2, chunk_size=128, window=16),
         profile,
-        num_layers=profile.num_layers,
-        num_kv_heads=profile.num_kv_heads,
         block_size=32,
         max_tokens=512,
     )

@@ -37,6 +37,12 @@ def _old_tokens(
 
 
 @triton.jit
+def _tiles(old, TILE: tl.constexpr):
+    """Tiles of a segment; the new token alone counts as one."""
+    return tl.maximum((old + TILE - 1) // TILE, 1)
+
+
+@triton.jit
 def _count_before(segments, target, count, LOG: tl.constexpr, SEGMENT: tl.constexpr):
     """How many segments have their first tile before ``target``; first tiles rise."""
     found = tl.zeros_like(target)
@@ -106,7 +112,7 @@ def plan_kernel(
         old, _, _, _, _, _ = _old_tokens(
             requests, seq_lens, rows, members, segment, wanted, num_heads, rows_stride, ROW_HEADER, BLOCK
         )
-        total += tl.sum(tl.where(wanted, tl.maximum((old + TILE - 1) // TILE, 1) + SWITCH, 0), 0)
+        total += tl.sum(tl.where(wanted, _tiles(old, TILE) + SWITCH, 0), 0)
     length = tl.maximum((total + num_blocks - 1) // num_blocks, MIN_TILES)
     cuts = tl.maximum(num_blocks // count, 1)
 
@@ -117,7 +123,7 @@ def plan_kernel(
         old, slot, present, request, group, kept = _old_tokens(
             requests, seq_lens, rows, members, segment, wanted, num_heads, rows_stride, ROW_HEADER, BLOCK
         )
-        tiles = tl.maximum((old + TILE - 1) // TILE, 1)
+        tiles = _tiles(old, TILE)
         cost = tl.where(wanted, tiles + SWITCH, 0)
         end = before + tl.cumsum(cost, 0)
         first = end - tiles
@@ -147,7 +153,7 @@ def plan_kernel(
         if EVEN:
             first = tl.minimum(block // cuts, count - 1)
             begin = tl.load(segments + first * SEGMENT)
-            tiles = tl.maximum((tl.load(segments + first * SEGMENT + 1) + TILE - 1) // TILE, 1)
+            tiles = _tiles(tl.load(segments + first * SEGMENT + 1), TILE)
             own = tl.maximum((tiles + cuts - 1) // cuts, MIN_TILES)
             low = begin + (block % cuts) * own
             high = tl.minimum(low + own, begin + tiles)
@@ -159,7 +165,7 @@ def plan_kernel(
             # The last segment that begins before this share, if it reaches into it; else the next one.
             last = tl.maximum(_count_before(segments, low + 1, count, LOG, SEGMENT) - 1, 0)
             begin = tl.load(segments + last * SEGMENT)
-            tiles = tl.maximum((tl.load(segments + last * SEGMENT + 1) + TILE - 1) // TILE, 1)
+            tiles = _tiles(tl.load(segments + last * SEGMENT + 1), TILE)
             first = tl.where(begin + tiles > low, last, last + 1)
             end = tl.maximum(end, first)
         busy = (block < num_blocks) & (first < end)

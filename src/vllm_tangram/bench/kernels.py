@@ -107,7 +107,7 @@ class OurKernels:
             flat=case.put(work.flat),
             pages=pages,
         )
-        self._members = case.put(np.stack([plan.groups.group, plan.groups.column], axis=-1))
+        self._members = case.put(plan.groups.places)
 
     def resident(self) -> int:
         """Thread blocks that the device runs at once."""

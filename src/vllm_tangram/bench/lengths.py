@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionProfile
-from vllm_tangram.budget.stability import clipped, held_fractions, rank_correlation
+from vllm_tangram.budget.stability import clipped, held_fractions, rank_correlation, wanted_fractions
 from vllm_tangram.compression import ChunkContext, Scorer
 from vllm_tangram.compression.base import Need
 from vllm_tangram.compression.competition import compete
@@ -158,7 +158,7 @@ def measure_lengths(
     for scorer in scorers:
         profiles = [profile(scorer, piece) for piece in pieces]
         effects = [_effect(piece, own, profiles[0], config) for piece, own in zip(pieces, profiles, strict=True)]
-        first = _wanted(profiles[0], config)
+        first = wanted_fractions(profiles[0], config.retention)
         found[scorer.name] = effects, rank_correlation(first[::2].mean(axis=0), first[1::2].mean(axis=0))
     return found
 
@@ -170,8 +170,8 @@ def _effect(piece: Piece, own: RetentionProfile, reference: RetentionProfile, co
     held, held_own = (
         held_fractions(profile, served, DEFAULT_BLOCK_SIZE, (piece.start, piece.stop)) for profile in (reference, own)
     )
-    wanted = _wanted(own, config)
-    mean, mean_reference = wanted.mean(axis=0), _wanted(reference, config).mean(axis=0)
+    wanted = wanted_fractions(own, config.retention)
+    mean, mean_reference = wanted.mean(axis=0), wanted_fractions(reference, config.retention).mean(axis=0)
     return LengthEffect(
         piece=piece,
         rank_correlation=rank_correlation(mean, mean_reference),
@@ -179,7 +179,3 @@ def _effect(piece: Piece, own: RetentionProfile, reference: RetentionProfile, co
         clipped=clipped(wanted, held),
         clipped_own=clipped(wanted, held_own),
     )
-
-
-def _wanted(profile: RetentionProfile, config: TangramConfig) -> NDArray[np.float64]:
-    return profile.kept_at(config.retention).reshape(profile.num_samples, -1)

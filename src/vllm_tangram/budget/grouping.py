@@ -41,6 +41,11 @@ class HeadGroups:
         return int(self.ranks.max()) + 1
 
     @property
+    def places(self) -> NDArray[np.int32]:
+        """[L, W, 2] int32, group and column of each member."""
+        return np.stack([self.group, self.column], axis=-1).astype(np.int32)
+
+    @property
     def page_members(self) -> int:
         """Members that a page has room for, on all ranks."""
         return self.size * self.num_ranks

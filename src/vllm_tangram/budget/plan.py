@@ -89,6 +89,20 @@ class RetentionPlan:
         self._in_use: WeakValueDictionary[float, EvictionSchedule] = WeakValueDictionary()
         self._base = self.schedule(config.retention)
 
+    @classmethod
+    def of_profile(
+        cls, config: TangramConfig, profile: RetentionProfile, *, block_size: int, max_tokens: int
+    ) -> RetentionPlan:
+        """The plan of an engine of one rank that serves the very model of a profile; as the constructor otherwise."""
+        return cls(
+            config,
+            profile,
+            num_layers=profile.num_layers,
+            num_kv_heads=profile.num_kv_heads,
+            block_size=block_size,
+            max_tokens=max_tokens,
+        )
+
     @property
     def num_groups(self) -> int:
         """Number of head groups, N."""

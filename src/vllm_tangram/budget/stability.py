@@ -80,7 +80,7 @@ class Clipping:
 
 def rank_stability(profile: RetentionProfile, retention: float) -> Stability:
     """Do samples and domains rank the members alike at a retention in [0, 1]?"""
-    wanted = _wanted(profile, retention)
+    wanted = wanted_fractions(profile, retention)
     means = {name: wanted[rows].mean(axis=0) for name, rows in _domains(profile).items()}
     # Two domains of which one ranks nothing cannot disagree.
     pairs = {pair: rank_correlation(means[pair[0]], means[pair[1]]) for pair in combinations(means, 2)}
@@ -101,7 +101,7 @@ def clipping(profile: RetentionProfile, config: TangramConfig, block_size: int) 
         TangramError: the options do not fit each other or the profile.
 
     """
-    wanted = _wanted(profile, config.retention)
+    wanted = wanted_fractions(profile, config.retention)
     held = held_fractions(profile, config, block_size)
     domains = _domains(profile)
     found = []
@@ -131,14 +131,7 @@ def held_fractions(
 
     """
     start, stop = span or (0, config.chunk_size * -(-_LONG // config.chunk_size))
-    plan = RetentionPlan(
-        config,
-        profile,
-        num_layers=profile.num_layers,
-        num_kv_heads=profile.num_kv_heads,
-        block_size=block_size,
-        max_tokens=stop,
-    )
+    plan = RetentionPlan.of_profile(config, profile, block_size=block_size, max_tokens=stop)
     schedule = plan.schedule(config.retention)
     lengths = schedule.lengths(stop, stop) - schedule.lengths(start, stop)
     return (lengths[plan.groups.group.ravel()] / (stop - start)).astype(np.float64)
@@ -149,7 +142,8 @@ def rank_correlation(first: NDArray[np.floating], second: NDArray[np.floating]) 
     return _mean_pairwise(np.stack([first, second]))
 
 
-def _wanted(profile: RetentionProfile, retention: float) -> NDArray[np.float64]:
+def wanted_fractions(profile: RetentionProfile, retention: float) -> NDArray[np.float64]:
+    """[S, M] what members would keep of each sample in a free competition at a retention."""
     return profile.kept_at(retention).reshape(profile.num_samples, -1)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_tangram.cli.rendering import console, human_tokens, percent, print_json, table
+from vllm_tangram.cli.scorer_options import usable_device
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 
@@ -48,7 +49,7 @@ def lengths(
         for name in names
     ]
     pieces = pieces_of(_numbers(lengths), chunk_size)
-    dense = DenseModel.load(embedded_model() if model == "embedded" else model, device=device)
+    dense = DenseModel.load(embedded_model() if model == "embedded" else model, device=usable_device(device))
     scored = None
     if any(map(needs_gate, names)):
         scored = Gate.load(find_gate(gate, dense.fingerprint)).to(dense.device)

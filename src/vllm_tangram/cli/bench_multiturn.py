@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 _TALK = {True: (8, 16384, 256, 256), False: (5, 1500, 60, 24)}  # turns, first prompt, text of a turn, answer
 _TRACE = {True: (1.0, 1.0, 1000, 65536), False: (0.2, 40.0, 40, 4096)}  # scale, speed, requests, longest request
 _CHUNK = {True: 2048, False: 512}  # a prefix is reused in whole chunks
-_STEP = {True: 8192, False: 2048}
 _WORKING_SET = 3.0
 
 _TRACE_FILE = "Requests of this file instead, in the format of Mooncake's traces."
@@ -140,10 +139,9 @@ def multiturn(
     setup = opt.setup_of(
         model, profile, kv_gib, traffic.max_model_len, max_num_seqs, chunk, enforce_eager, opt.options_of(set_)
     )
-    step = step_tokens or max(chunk, _STEP[cuda])
-    if step < chunk:
-        raise TangramError(f"--step-tokens: must be at least --chunk-size ({chunk}), got {step}")
-    setup = replace(setup, step_tokens=step, prefix_caching=True)
+    if step_tokens is not None and step_tokens < chunk:
+        raise TangramError(f"--step-tokens: must be at least --chunk-size ({chunk}), got {step_tokens}")
+    setup = replace(setup, step_tokens=step_tokens or setup.step_tokens, prefix_caching=True)
     pool = setup.kv_tokens if setup.kv_bytes is None else setup.kv_bytes // kv_bytes_per_token(model)
     if isinstance(traffic, Conversations):
         wanted = round((working_set or _WORKING_SET) * pool / traffic.max_model_len)

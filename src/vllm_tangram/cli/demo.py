@@ -127,11 +127,9 @@ def _plot(path: Path, size: Size, ours: Measured) -> None:
 
     assert ours.profile is not None, "retention below 1 needs a profile"
     profile = RetentionProfile.load(ours.profile)
-    plan = RetentionPlan(
+    plan = RetentionPlan.of_profile(
         TangramConfig(retention=RETENTION, profile=ours.profile),
         profile,
-        num_layers=profile.num_layers,
-        num_kv_heads=profile.num_kv_heads,
         block_size=DEFAULT_BLOCK_SIZE,
         max_tokens=4 * size.prompt_tokens,
     )

@@ -58,14 +58,7 @@ def inspect(
             "window": profile.window,
         }
     )
-    plan = RetentionPlan(
-        config,
-        profile,
-        num_layers=profile.num_layers,
-        num_kv_heads=profile.num_kv_heads,
-        block_size=block_size,
-        max_tokens=max(*lengths, 2 * _PLOT_FROM),
-    )
+    plan = RetentionPlan.of_profile(config, profile, block_size=block_size, max_tokens=max(*lengths, 2 * _PLOT_FROM))
     report = _report(file, profile, plan, lengths)
     if plot is not None:
         _plot(plot, profile, plan, lengths[-1])

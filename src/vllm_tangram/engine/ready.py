@@ -73,9 +73,10 @@ def ready_options(
         logger.info("Tangram: gate %s", config.gate)
     if config.profile is not None:
         logger.info("Tangram: retention profile %s", config.profile)
-        stability = rank_stability(RetentionProfile.load(config.profile), config.retention)
-        if config.budgets == "profile" and (warning := stability.warning()) is not None:
-            logger.warning("Tangram: %s.", warning)
+        if config.budgets == "profile":
+            stability = rank_stability(RetentionProfile.load(config.profile), config.retention)
+            if (warning := stability.warning()) is not None:
+                logger.warning("Tangram: %s.", warning)
     return options
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from tests.engine.compatibility import checks
 from tests.engine.compatibility.checks import with_options
 from tests.engine.compatibility.lab import Lab
+from tests.models import LATENT_ATTENTION, SLIDING_WINDOW
 
 
 @dataclass(frozen=True)
@@ -151,22 +152,13 @@ REFUSED: tuple[Row, ...] = (
         "sliding-window models",
         "Mistral and others",
         "the window already bounds what a layer keeps",
-        {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 512},
+        SLIDING_WINDOW,
     ),
     refused_model(
         "multi-head latent attention",
         "DeepSeek and others",
         "one latent vector serves all heads",
-        {
-            "architectures": ["DeepseekV2ForCausalLM"],
-            "model_type": "deepseek_v2",
-            "kv_lora_rank": 64,
-            "q_lora_rank": 64,
-            "qk_rope_head_dim": 16,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "n_routed_experts": 8,
-        },
+        LATENT_ATTENTION,
     ),
     refused_model(
         "embedding models",

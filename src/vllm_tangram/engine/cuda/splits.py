@@ -7,7 +7,6 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,9 +41,8 @@ class DecodeSplits:
         config, parallel = runner.model_config, runner.parallel_config
         head_dim, heads = config.get_head_size(), groups.group.shape[1]
         ratio = int(config.get_num_attention_heads(parallel) // config.get_num_kv_heads(parallel))
-        members = np.stack([groups.group, groups.column], axis=-1).astype(np.int32)
         tuning = Tuning.default(head_dim, runner.dtype)
-        on_device = torch.from_numpy(members).to(runner.device)
+        on_device = torch.from_numpy(groups.places).to(runner.device)
 
         def plan(max_rows: int, blocks: int, *, even: bool = False) -> SplitPlan:
             return SplitPlan(on_device, max_rows, blocks, tuning.tile, even=even)
