@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
@@ -32,6 +33,8 @@ from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.inputs import attention_inputs, rope_of
 
 _ATTENTION = "tangram_dense"
+# Not cuDNN's, which plans anew for every length; here each layer of each context has its own.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _PASS_BYTES = {"cpu": 1 << 29, "cuda": 16 << 30}  # of what a pass computes; larger ones are hardly faster
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
@@ -424,13 +427,14 @@ class DenseModel:
         """Logits [B, last, vocabulary], in the model's type, after each of the last tokens of ids [B, T]."""
         device = self._model.device
         start = step.states[0].num_tokens if start is None else start
-        output = self._model(
-            input_ids=ids.to(device),
-            position_ids=torch.arange(start, start + ids.shape[1], device=device)[None],
-            use_cache=False,
-            logits_to_keep=last,
-            dense=step,
-        )
+        with sdpa_kernel(_KERNELS):
+            output = self._model(
+                input_ids=ids.to(device),
+                position_ids=torch.arange(start, start + ids.shape[1], device=device)[None],
+                use_cache=False,
+                logits_to_keep=last,
+                dense=step,
+            )
         logits: Tensor = output.logits
         return logits
 
