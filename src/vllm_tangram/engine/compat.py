@@ -202,6 +202,11 @@ _REFUSALS: tuple[Refusal, ...] = (
         "the front end does not know which replica's pool a request will use; run one server per replica",
         _is_set("parallel_config.data_parallel_size", 1),
     ),
+    Refusal(
+        "--distributed-executor-backend ray on a CPU",
+        "vLLM's CPU platform has no device by which Ray could place workers; use mp",
+        lambda config: config.parallel_config.use_ray and not current_platform.ray_device_key,
+    ),
     Refusal("--enable-dbo", "a step is not split into microbatches", _is_set("parallel_config.enable_dbo", False)),
     Refusal(
         "--kv-cache-dtype",
