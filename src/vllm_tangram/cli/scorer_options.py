@@ -23,6 +23,12 @@ Gate = Annotated[
     str | None,
     typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a known one.", metavar="FILE"),
 ]
+DocumentScores = Annotated[
+    list[str],
+    typer.Option(
+        help="Scores of a document that prompts begin with (`tangram score`); may be repeated.", metavar="FILE"
+    ),
+]
 
 
 def usable_device(name: str) -> str:
