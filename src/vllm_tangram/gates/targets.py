@@ -56,11 +56,11 @@ def kvzip_scores(
     for start in range(min(sinks, len(ids)), len(ids), chunk):
         end = min(start + chunk, len(ids))
         repeat = _Repeat(state, scores, sinks, start, end)
-        model.run(_repeat_ids(model.tokenizer, ids[start:end], first=start <= sinks), repeat.attend, start=len(ids))
+        model.run(repeat_ids(model.tokenizer, ids[start:end], first=start <= sinks), repeat.attend, start=len(ids))
     return scores
 
 
-def _repeat_ids(tokenizer: object, chunk: Sequence[int], *, first: bool) -> list[int]:
+def repeat_ids(tokenizer: object, chunk: Sequence[int], *, first: bool) -> list[int]:
     """Instruction and answer of one pass."""
 
     def encode(text: str) -> list[int]:
