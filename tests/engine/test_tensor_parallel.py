@@ -26,7 +26,8 @@ from vllm_tangram.compression.competition import compete
 from vllm_tangram.compression.document import DocumentScores
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.engine.profiling import profile_model
-from vllm_tangram.eval.dense import DenseModel, DenseState
+from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.state import DenseState
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 from vllm_tangram import RetentionProfile, TangramConfig, TangramError
 from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.compression import get_scorer, scorer_names
-from vllm_tangram.eval.dense import DenseModel, DenseState, _Past
+from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.state import DenseState, Past
 
 OPTIONS = {"sinks": 4, "window": 64}
 
@@ -94,7 +95,7 @@ def test_attention_equals_plain_loops() -> None:
     retained[0, 1], retained[1, 0] = True, False
     states = [DenseState((keys,), (values,), own[None], torch.empty(0)) for own in retained]
     query, key, value = draw(3, 4, 7, 8), draw(3, 2, 7, 8), draw(3, 2, 7, 8)
-    attended = _Past(states).attend(0, query, key, value, 0.3)
+    attended = Past(states).attend(0, query, key, value, 0.3)
     for row, head, token in product(range(3), range(4), range(7)):
         kept = retained[row, head // 2]
         k = torch.cat([keys[head // 2, kept], key[row, head // 2, : token + 1]])

@@ -17,8 +17,9 @@ from vllm_tangram.compression.gate import Gate
 from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.baselines import adakv_counts, dynamic_counts
-from vllm_tangram.eval.dense import DenseChunk, DenseModel, DenseState
+from vllm_tangram.eval.dense import DenseModel
 from vllm_tangram.eval.settings import FULL, REFERENCE, Setting
+from vllm_tangram.eval.state import DenseChunk, DenseState
 from vllm_tangram.eval.tasks import Case
 
 _SERVED = ("profile", "uniform")  # budgets that engines have

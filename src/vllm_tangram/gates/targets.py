@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from vllm_tangram.eval.chat import chat_frame
-from vllm_tangram.eval.dense import DenseModel, DenseState
+from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.state import DenseState
 
 REPEAT_CHUNK = 2048
 _NAMED = 8  # first tokens of a chunk by which the instruction names it

@@ -73,11 +73,11 @@ def train_layer(
         optimiser = torch.optim.Adam(parameters, lr=recipe.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, lambda step: _rate(step, recipe.steps))
     losses: list[Tensor] = []
-    order, at = torch.empty(0, dtype=torch.long), 0
+    order, at = torch.empty(0, dtype=torch.long, device=hidden.device), 0
     for _ in range(recipe.steps):
         if at + recipe.batch > len(order):  # every token is seen once before any is seen twice
-            order, at = torch.randperm(len(hidden), generator=generator), 0
-        batch = order[at : at + recipe.batch].to(hidden.device)
+            order, at = torch.randperm(len(hidden), generator=generator).to(hidden.device), 0
+        batch = order[at : at + recipe.batch]
         at += recipe.batch
         loss = binary_cross_entropy(weights.scores(hidden[batch]).clamp(0, 1), target[:, batch])
         optimiser.zero_grad()
