@@ -69,6 +69,8 @@ def refused(model: Path | str, message: str, **options: Any) -> None:
         ({"tensor_parallel_size": 3, "page_group_size": 31}, "from 1 to 30 for the 30 KV heads of a rank"),
         ({"pipeline_parallel_size": 3, "page_group_size": 31}, "from 1 to 30 for the 30 KV heads of a rank"),
         ({"data_parallel_size": 2}, "data.parallel.size"),
+        # The first where Ray is installed, the second, which is vLLM's, where it is not.
+        ({"distributed_executor_backend": "ray"}, "--distributed-executor-backend ray on a CPU|Failed to import Ray"),
         ({"decode_context_parallel_size": 3, "tensor_parallel_size": 3}, "decode.context.parallel"),
         ({"enable_prompt_embeds": True}, "--enable-prompt-embeds"),
         ({"kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two ranks on this machine (vLLM's worker processes, gloo) against one, and against the dense reference."""
+"""Two ranks on this machine (vLLM's worker processes or Ray's, gloo) against one, and against the dense reference."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tests.compression.documents import random_scores
 from tests.compression.gates import untrained_gate
 from tests.engine.drive import Answer, Engine
+from tests.engine.ray_cluster import ray_cluster
 from tests.models import make_checkpoint
 
 from vllm_tangram import LLM
@@ -72,7 +74,7 @@ def take_kept(worker: Any) -> tuple[int, dict[tuple[int, int], list[list[int]] |
 
 
 def host_bytes(worker: Any) -> int:
-    return worker.host.pages.numel()
+    return worker.model_runner.host.pages.numel()
 
 
 @dataclass
@@ -156,13 +158,20 @@ class Served:
         return compared
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+@pytest.fixture(
+    scope="module",
+    params=["processes", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ray", "ray, compiled graph"))],
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """4 KV heads, two a rank; a pool of about 230 pages, and host memory behind it."""
-    options = {"kv_cache_memory_bytes": 256 * PAGE, "session_spill_gib": GIB}
-    served = Served.start(tmp_path_factory.mktemp("ranks"), "fastkvzip", 4, tensor_parallel_size=2, **options)
-    yield served
-    served.engine.close()
+    options: dict[str, Any] = {"kv_cache_memory_bytes": 256 * PAGE, "session_spill_gib": GIB}
+    with contextlib.ExitStack() as stack:
+        if request.param != "processes":
+            stack.enter_context(ray_cluster(num_ranks=2, compiled_graph="compiled" in request.param))
+            options["distributed_executor_backend"] = "ray"
+        served = Served.start(tmp_path_factory.mktemp("ranks"), "fastkvzip", 4, tensor_parallel_size=2, **options)
+        stack.callback(served.engine.close)
+        yield served
 
 
 def prompts(*lengths: int) -> list[list[int]]:

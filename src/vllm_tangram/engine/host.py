@@ -101,11 +101,10 @@ def _copy_on_stream(target: Tensor, source: Tensor, pairs: dict[int, int]) -> No
 
 
 class SpillingWorker:
-    """Keeps the buffer and runs a step's copies before its forward; a mix-in of our workers."""
+    """Allocates the buffer for its runner; a mix-in of our workers."""
 
     model_runner: Any
     vllm_config: VllmConfig
-    host: HostBuffer | None = None
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Allocate the pool, then the buffer."""
@@ -116,11 +115,20 @@ class SpillingWorker:
             storage = self.model_runner.kv_caches[0].untyped_storage()
             pool = torch.empty(0, dtype=torch.uint8, device=self.model_runner.device).set_(storage)
             pool = pool[: kv_cache_config.num_blocks * page_bytes].view(-1, page_bytes)
-            self.host = HostBuffer(pool, num_pages)
+            self.model_runner.host = HostBuffer(pool, num_pages)
 
-    def execute_model(self, scheduler_output: Any) -> Any:
+
+class SpillingRunner:
+    """Runs a step's copies before its forward; a mix-in of our runners.
+
+    Not of workers: vLLM's older Ray executor calls the runner and passes the worker's ``execute_model`` by.
+    """
+
+    host: HostBuffer | None = None
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """A step, after its copies."""
         if copies := getattr(scheduler_output, COPIES, None):
             assert self.host is not None
             self.host.run(copies)
-        return super().execute_model(scheduler_output)  # type: ignore[misc]
+        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]

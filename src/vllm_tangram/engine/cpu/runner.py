@@ -16,6 +16,7 @@ from vllm_tangram.engine.admission import retention_of
 from vllm_tangram.engine.check import PLANNED, Planned
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
 from vllm_tangram.engine.cpu.generator import RewindableGenerator
+from vllm_tangram.engine.host import SpillingRunner
 from vllm_tangram.engine.known import KnownPrompts
 from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.scoring import LayerScorer
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from vllm_tangram.engine.profiling import ScoreObserver
 
 
-class TangramCPUModelRunner(CPUModelRunner):
+class TangramCPUModelRunner(SpillingRunner, CPUModelRunner):
     """Adds to the stock runner: our attention in every layer, one page pool for all layers, page tables by request.
 
     Attributes:

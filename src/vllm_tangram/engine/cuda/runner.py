@@ -15,6 +15,7 @@ from vllm_tangram.attention.prefill import LayerHeads, sizes_to_compile
 from vllm_tangram.engine.admission import retention_of
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention, HeadGroupCUDABackend
 from vllm_tangram.engine.cuda.splits import DecodeSplits
+from vllm_tangram.engine.host import SpillingRunner
 from vllm_tangram.engine.known import KnownPrompts
 from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.scoring import LayerScorer
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from vllm_tangram.engine.profiling import ScoreObserver
 
 
-class TangramGPUModelRunner(GPUModelRunner):
+class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
     """Adds to the stock runner: our attention in every layer, one page pool for all layers, and what finds pages.
 
     vLLM's own block table is our page table (``pages.device``). It is read by request slot, so the stock gather into
