@@ -38,7 +38,7 @@ def test_scores_of_a_text(model: Path, tmp_path: Path, place: str) -> None:
     assert (told["file"], told["tokens"], told["memory_bytes"]) == (str(output), len(ids), 2 * 3 * 2 * len(ids))
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
-    for words in (f"tokens                                    {len(ids)}", "er briefly. '", "rules.txt"):
+    for words in (f"tokens                {len(ids)}", "er briefly. '", "rules.txt"):
         assert words in result.stdout
 
 

@@ -59,7 +59,7 @@ def score(
         return
     rows = [
         ["tokens", str(scored.num_tokens)],
-        ["memory while serving, all ranks together", human_bytes(scored.num_bytes)],
+        ["memory while serving", human_bytes(scored.num_bytes)],
         ["took", f"{seconds:.1f} s"],
         ["they begin", repr(dense.tokenizer.decode(scored.ids[:12].tolist()))],
         ["they end", repr(dense.tokenizer.decode(scored.ids[-12:].tolist()))],
