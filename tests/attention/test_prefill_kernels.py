@@ -244,16 +244,18 @@ def test_what_is_written_is_where_the_page_table_says(
                 cells[places, :head_dim] = (key + layer)[tokens][chosen, head].cpu()
                 cells[places, head_dim:] = value[tokens][chosen, head].cpu()
 
-                # What earlier chunks retained, as FlashAttention will be told.
-                counts = -(-before[p, group] // block_size)
-                width = max(1, int(counts.max()) + int(rng.integers(2)))
-                blocks = torch.full((num_heads, width), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-                retained_blocks(
-                    blocks, p, rows=rows, flat=flat, pages=engine.pages, heads=heads, group_size=groups.size
-                )
+            # What earlier chunks retained, as FlashAttention will be told; written in this step or before.
+            counts = -(-before[:, group] // block_size)  # [P, H]
+            width = max(1, int(counts.max()) + int(rng.integers(2)))
+            sequences = num_heads * len(batch)
+            blocks = torch.full((sequences, width), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+            held = torch.full((sequences,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+            retained_blocks(blocks, held, rows=rows, flat=flat, pages=engine.pages, heads=heads, group_size=groups.size)
+            np.testing.assert_array_equal(held.cpu().numpy(), before[:, group].T.ravel())
+            for p, slot in enumerate(requests.tolist()):
                 told = np.zeros((num_heads, width), np.int32)
-                engine.table.member_blocks(np.array([slot], np.int32), group, column, counts.astype(np.int32), told)
-                np.testing.assert_array_equal(blocks.cpu().numpy(), told)
+                engine.table.member_blocks(np.array([slot], np.int32), group, column, counts[p].astype(np.int32), told)
+                np.testing.assert_array_equal(blocks.cpu().numpy()[p :: len(batch)], told)
         done[batch] = ends
     assert steps >= 5
     assert torch.equal(pool.cpu().view(-1).isnan(), expected.view(-1).isnan())
@@ -275,10 +277,11 @@ def test_rows_without_a_request_and_tables_of_zeros_are_tolerated() -> None:
     write_tokens(key, key, dest, pool, rows=rows, flat=flat, pages=pages, heads=heads)
     assert pool[1:].isnan().all()
     assert (~pool[0, :, :, 0].isnan()).sum(dim=1).tolist() == [4, 4]
-    blocks = torch.full((2, 3), UNTOUCHED, dtype=torch.int32, device=DEVICE)
-    for p in (0, 1):
-        retained_blocks(blocks.fill_(UNTOUCHED), p, rows=rows, flat=flat, pages=pages, heads=heads, group_size=2)
-        assert blocks.eq(0).all()
+    blocks = torch.full((4, 3), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+    held = torch.full((4,), UNTOUCHED, dtype=torch.int32, device=DEVICE)
+    retained_blocks(blocks, held, rows=rows, flat=flat, pages=pages, heads=heads, group_size=2)
+    assert blocks.eq(0).all()
+    assert held.eq(0).all()
 
 
 def softmax_parts(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -310,42 +313,45 @@ def test_merging_equals_attention_over_both_parts(
     values = [torch.randn(held[g] + num_tokens, head_dim) for g in group]
     keys[0] *= 20  # logits of some hundreds: one part outweighs the other beyond what exp can say
 
-    chunk = torch.full((num_tokens, num_heads * ratio, head_dim + 8), math.nan, dtype=dtype)
-    # In a batch of more tokens: slices that start anywhere.
-    lse = torch.full((num_heads * ratio, num_tokens + 5), math.nan)
+    # Behind the tokens of another row, all of them behind two decode tokens.
+    others = int(rng.choice([1, 40]))
+    total, own_tokens = others + num_tokens, slice(others, None)
+    chunk = torch.full((total, num_heads * ratio, head_dim + 8), math.nan, dtype=dtype)
+    lse = torch.full((num_heads * ratio, total), math.nan)
     # Heads without a past: FlashAttention may leave anything there.
     garbage = rng.choice([math.nan, math.inf, -math.inf])
-    retained = torch.full((num_heads, num_tokens, ratio, head_dim), garbage, dtype=dtype)
-    retained_lse = torch.full((ratio, num_heads * num_tokens), garbage)
+    retained = torch.full((num_heads, total, ratio, head_dim), garbage, dtype=dtype)
+    retained_lse = torch.full((ratio, num_heads, total), garbage)
+    chunk[:others] = 7
     for h, g in enumerate(group):
         past = held[g]
         for i in range(ratio):
             q = query[:, h * ratio + i]
             out, own = softmax_parts(q, keys[h][past:], values[h][past:], scale, causal=True)
-            chunk[:, h * ratio + i, :head_dim], lse[h * ratio + i, 3 : 3 + num_tokens] = out.to(dtype), own.float()
+            chunk[own_tokens, h * ratio + i, :head_dim], lse[h * ratio + i, own_tokens] = out.to(dtype), own.float()
             if past:
                 out, own = softmax_parts(q, keys[h][:past], values[h][:past], scale, causal=False)
-                retained[h, :, i] = out.to(dtype)
-                retained_lse[i, h * num_tokens : (h + 1) * num_tokens] = own.float()
+                retained[h, own_tokens, i] = out.to(dtype)
+                retained_lse[i, h, own_tokens] = own.float()
 
-    before = np.array([[5] * 4, held])
-    rows = make_rows([0, 2], [2, num_tokens], [1, 0], before, before, [0, 0], [0, 0])
+    rows = make_rows([2, 2 + others], [others, num_tokens], [1, 0], [[0] * 4, held], [[1] * 4] * 2, [0, 0], [0, 0])
     chunk = chunk.to(DEVICE)
-    output, untouched = chunk[..., :head_dim], chunk[:, ratio : 2 * ratio, :head_dim].clone()
+    output, untouched = chunk[..., :head_dim], chunk[own_tokens, ratio : 2 * ratio, :head_dim].clone()
     merge_retained(
         output,
-        lse.to(DEVICE)[:, 3 : 3 + num_tokens],
+        lse.to(DEVICE),
         retained.to(DEVICE),
-        retained_lse.to(DEVICE),
-        1,
+        retained_lse.flatten(1).to(DEVICE),
+        2,
         rows=rows,
         heads=make_heads(group, [0] * num_heads),
     )
     tolerance = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     expected = ragged_attention(query, keys, values, scale)
-    torch.testing.assert_close(output.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-    assert torch.equal(output[:, ratio : 2 * ratio], untouched)
-    assert chunk[..., head_dim:].isnan().all()
+    torch.testing.assert_close(output[own_tokens].cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(output[own_tokens, ratio : 2 * ratio], untouched)
+    assert (chunk[:others] == 7).all()
+    assert chunk[own_tokens, :, head_dim:].isnan().all()
 
 
 def test_merging_skips_rows_without_a_request() -> None:

@@ -67,7 +67,7 @@ class Recorder:
         from vllm_tangram.engine.cuda import attention
 
         self.calls: list[tuple[int, Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.places: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by call: scores, places of each wave
+        self.places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by call: scores, places
         forward, select = attention.HeadGroupCUDAAttention.forward, attention.select
 
         def recording_forward(impl: Any, layer: Any, q: Any, k: Any, v: Any, cache: Any, step: Any, output: Any) -> Any:
@@ -79,7 +79,7 @@ class Recorder:
 
         def recording_select(scores: Any, dest: Any, **rest: Any) -> None:
             select(scores, dest, **rest)
-            self.places.setdefault(len(self.calls), []).append((scores.clone(), dest.clone()))
+            self.places[len(self.calls)] = scores.clone(), dest.clone()
 
         monkeypatch.setattr(
             attention.HeadGroupCUDAAttention,
@@ -109,9 +109,9 @@ def test_every_layer_equals_a_dense_masked_reference(
     position = dict.fromkeys(range(30), 0)
     chunks_of_step = 0
     for call, (layer, step, *tensors) in enumerate(recorder.calls):
-        waves = [] if step.prefill is None else step.prefill.waves
-        chunks_of_step = max(chunks_of_step, len(waves))
-        parts = [wave.chunks[0].tokens for wave in waves] or [slice(0, len(tensors[0]))]
+        chunks = () if step.prefill is None else step.prefill.chunks
+        chunks_of_step = max(chunks_of_step, len(chunks))
+        parts = [chunk.tokens for chunk in chunks] or [slice(0, len(tensors[0]))]
         for number, part in enumerate(parts):
             q, k, v, output = (tensor[part] for tensor in tensors)
             n, heads, dim = k.shape
@@ -121,11 +121,11 @@ def test_every_layer_equals_a_dense_masked_reference(
             before, after = schedule.lengths(start, length), schedule.lengths(start + n, length)
             keep = (after - before)[plan.groups.group[layer]]
             stays = torch.ones(heads, n, dtype=torch.bool, device=k.device)
-            if waves:
-                scores, places = (tensor[:, part] for tensor in recorder.places[call][number])
+            if chunks:
+                scores, places = (tensor[:, part] for tensor in recorder.places[call])
                 stays = places >= 0
-            if waves and waves[number].scored:
-                chunk = waves[number].chunks[0]
+            if chunks and chunks[number] in step.prefill.scored:
+                chunk = chunks[number]
                 head, tail = chunk.protect_head(plan.config), chunk.protect_tail(plan.config)
                 chosen = select_tokens(scores.cpu(), keep.tolist(), protect_head=head, protect_tail=tail)
                 assert torch.equal(stays.cpu().nonzero()[:, 1], chosen), "not what select_tokens chooses"

@@ -162,14 +162,23 @@ def write_tokens(
 
 
 def retained_blocks(
-    out: Tensor, row: int, *, rows: PrefillRows, flat: Tensor, pages: DevicePages, heads: LayerHeads, group_size: int
+    out: Tensor,
+    lengths: Tensor,
+    *,
+    rows: PrefillRows,
+    flat: Tensor,
+    pages: DevicePages,
+    heads: LayerHeads,
+    group_size: int,
 ) -> None:
-    """Block table of a paged kernel over what one row retained, the pool seen as ``num_pages * G`` blocks of one head.
+    """Block table of a paged kernel over what each row retained, the pool seen as ``num_pages * G`` blocks of one head.
+
+    Sequence ``h * P + p`` is head h of row p.
 
     Args:
-        out: ``[H, J']`` int32, last dimension contiguous: ``page * G + column`` of the first
-            ``ceil(before / block_size)`` pages of each head, then 0.
-        row: p.
+        out: ``[H * P, J']`` int32, last dimension contiguous: ``page * G + column`` of the first
+            ``ceil(before / block_size)`` pages, then 0.
+        lengths: ``[H * P]`` int32 contiguous: ``before``.
         rows: the chunks; a skipped row gives zeros.
         flat: ``[S, W]`` int32, vLLM's block table.
         pages: what finds pages in it.
@@ -177,11 +186,14 @@ def retained_blocks(
         group_size: columns of a page, G.
 
     """
-    assert out.dtype == torch.int32
+    num_heads, num_rows = len(heads.group), len(rows.first)
+    assert out.dtype == lengths.dtype == torch.int32
+    assert len(out) == len(lengths) == num_heads * num_rows
+    assert lengths.is_contiguous()
     _check_last_contiguous(out, flat)
-    kernels.retained_blocks_kernel[(len(heads.group), triton.cdiv(out.shape[1], _PAGES))](
-        *(out, flat, pages.rows, pages.positions, rows.requests, rows.before, heads.group, heads.column),
-        *(row, *rows.strides, out.stride(0), out.shape[1]),
+    kernels.retained_blocks_kernel[(num_heads, triton.cdiv(out.shape[1], _PAGES), num_rows)](
+        *(out, lengths, flat, pages.rows, pages.positions, rows.requests, rows.before, heads.group, heads.column),
+        *(*rows.strides, out.stride(0), out.shape[1]),
         *(flat.stride(0), pages.positions.shape[2], pages.num_groups),
         G=group_size,
         PAGE=pages.block_size,
@@ -194,22 +206,23 @@ def merge_retained(
     lse: Tensor,
     retained: Tensor,
     retained_lse: Tensor,
-    row: int,
+    first: int,
     *,
     rows: PrefillRows,
     heads: LayerHeads,
 ) -> None:
-    """Join attention over a chunk with attention over what its row retained before, in place.
+    """Join attention over chunks with attention over what their rows retained before, in place.
 
     Both are softmax averages; each weighs as much as the exponentials that it sums (natural logarithm of the sum: lse).
-    Of heads that hold nothing before the chunk, ``retained`` and ``retained_lse`` are not read and the output stays.
+    Of heads that hold nothing before a chunk, ``retained`` and ``retained_lse`` are not read and the output stays.
 
     Args:
-        output: ``[T, Hq, D]`` of the row's tokens, last dimension contiguous: attention over the chunk; overwritten.
-        lse: ``[Hq, T]`` float32, of the chunk, last dimension contiguous.
+        output: ``[T, Hq, D]`` of the batch's tokens from ``first`` on, last dimension contiguous: attention over each
+            one's chunk; overwritten.
+        lse: ``[Hq, T]`` float32, of the chunks, last dimension contiguous.
         retained: ``[H, T, q, D]`` contiguous: attention over the retained tokens.
         retained_lse: ``[q, H * T]`` float32 contiguous; column ``h * T + t``.
-        row: p.
+        first: token of the batch that all these begin with.
         rows: the chunks.
         heads: groups of the layer's KV heads.
 
@@ -222,9 +235,10 @@ def merge_retained(
     assert retained.is_contiguous()
     assert retained_lse.is_contiguous()
     _check_last_contiguous(output, lse)
-    kernels.merge_kernel[(triton.cdiv(num_tokens, _TOKENS), num_heads * ratio)](
-        *(output, lse, retained, retained_lse, rows.requests, rows.before, heads.group),
-        *(row, *rows.strides, num_tokens, num_heads),
+    kernels.merge_kernel[(triton.cdiv(rows.max_tokens, _TOKENS), num_heads * ratio, len(rows.first))](
+        *(output, lse, retained, retained_lse),
+        *(rows.first, rows.num_tokens, rows.requests, rows.before, heads.group),
+        *(first, *rows.strides, num_tokens, num_heads),
         *(*output.stride()[:2], lse.stride(0)),
         RATIO=ratio,
         D=head_dim,

@@ -179,9 +179,10 @@ def write_kernel(
     tl.store(place + D, v, mask=mask)
 
 
-@triton.jit(do_not_specialize=["row", "row_stride", "group_stride", "out_stride", "out_width"])
+@triton.jit(do_not_specialize=["row_stride", "group_stride", "out_stride", "out_width"])
 def retained_blocks_kernel(
     out,
+    lengths,
     flat,
     page_rows,
     positions,
@@ -189,7 +190,6 @@ def retained_blocks_kernel(
     before,
     group,
     column,
-    row,
     row_stride,
     group_stride,
     out_stride,
@@ -201,8 +201,9 @@ def retained_blocks_kernel(
     PAGE: tl.constexpr,  # tokens
     PAGES: tl.constexpr,
 ):
-    """One program per (head, tile of pages)."""
-    head = tl.program_id(0)
+    """One program per (head, tile of pages, row)."""
+    head, row = tl.program_id(0), tl.program_id(2)
+    sequence = head * tl.num_programs(2) + row
     j = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
     g, c = tl.load(group + head), tl.load(column + head)
     request = tl.load(requests + row * row_stride)
@@ -221,25 +222,26 @@ def retained_blocks_kernel(
         num_groups,
         listed,
     )
-    tl.store(out + head * out_stride + j, tl.where(listed, page * G + c, 0), mask=j < out_width)
+    tl.store(out + sequence.to(tl.int64) * out_stride + j, tl.where(listed, page * G + c, 0), mask=j < out_width)
+    if tl.program_id(1) == 0:
+        tl.store(lengths + sequence, held)
 
 
-@triton.jit(
-    do_not_specialize=["row", "row_stride", "group_stride", "num_tokens", "num_heads", "lse_stride"],
-    do_not_specialize_on_alignment=["lse"],  # a slice, from any token on
-)
+@triton.jit(do_not_specialize=["first_token", "row_stride", "group_stride", "total", "num_heads", "lse_stride"])
 def merge_kernel(
     output,
     lse,
     retained,
     retained_lse,
+    first,
+    num_tokens,
     requests,
     before,
     group,
-    row,
+    first_token,
     row_stride,
     group_stride,
-    num_tokens,
+    total,  # tokens of all rows
     num_heads,
     output_token,
     output_head,
@@ -249,17 +251,19 @@ def merge_kernel(
     D_PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """One program per (tile of tokens, query head)."""
-    query_head = tl.program_id(1)
+    """One program per (tile of tokens, query head, row)."""
+    query_head, row = tl.program_id(1), tl.program_id(2)
     head, member = query_head // RATIO, query_head % RATIO
     held = tl.load(before + row * group_stride + tl.load(group + head))
-    if (tl.load(requests + row * row_stride) < 0) | (held == 0):
+    n = tl.load(num_tokens + row * row_stride)
+    if (tl.load(requests + row * row_stride) < 0) | (held == 0) | (tl.program_id(0) * TOKENS >= n):
         return
-    t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
-    inside = t < num_tokens
-    column = head.to(tl.int64) * num_tokens + t
+    i = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = i < n
+    t = (tl.load(first + row * row_stride) - first_token + i).to(tl.int64)
+    column = head.to(tl.int64) * total + t
     own_lse = tl.load(lse + query_head.to(tl.int64) * lse_stride + t, mask=inside, other=0.0)
-    old_lse = tl.load(retained_lse + member.to(tl.int64) * num_heads * num_tokens + column, mask=inside, other=0.0)
+    old_lse = tl.load(retained_lse + member.to(tl.int64) * num_heads * total + column, mask=inside, other=0.0)
     smaller = tl.exp(-tl.abs(own_lse - old_lse))  # of two weights of which the larger is 1
     share = tl.where(old_lse > own_lse, 1.0, smaller) / (1.0 + smaller)  # of the retained part
 

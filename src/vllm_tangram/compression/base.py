@@ -64,12 +64,15 @@ class Scorer(Protocol):
         paper: link to the source.
         needs: what the context must bring ("rope", "hidden"; a model that does not have it is refused at start), and
             whether the scorer is made with a gate ("gate").
+        stacks: whether ``score`` also takes chunks of one length stacked along a new first dimension of all tensors,
+            ``hidden`` too, and gives ``[C, H, T]``. Such a scorer looks neither at ``start`` nor at other ranks.
 
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
+    stacks: ClassVar[bool] = False
 
     def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
         """Score one chunk of one layer of one sequence.

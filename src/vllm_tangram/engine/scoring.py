@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -78,6 +78,42 @@ class LayerScorer:
         """
         if self.hidden is not None:
             self.hidden.expect()
+
+    def score_all(self, chunks: Sequence[Chunk], query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> None:
+        """Score chunks of a batch; neighbours of equal length together, if the scorer can, for each call has its price.
+
+        Args:
+            chunks: in the batch's order.
+            query: ``[N, Hq, d]`` of the batch, after RoPE.
+            key: ``[N, H, d]`` after RoPE.
+            value: ``[N, H, d]``.
+            scores: ``[H, N]`` float32, written for the tokens of the chunks.
+
+        """
+        for run in self._runs(chunks):
+            tokens = slice(run[0].first, run[-1].tokens.stop)
+            if len(run) == 1:
+                scores[:, tokens] = self.score(run[0], query[tokens], key[tokens], value[tokens])
+                continue
+            hidden = None if self.hidden is None else self.hidden.buffer[tokens].unflatten(0, (len(run), -1))
+            context = run[0].context(self.config, self.scale, layer=self.layer, rope=self.rope, hidden=hidden)
+            q, k, v = (tensor[tokens].unflatten(0, (len(run), -1)) for tensor in (query, key, value))
+            stacked = self.scorer.score(q, k, v, context)
+            scores[:, tokens].unflatten(1, (len(run), -1)).copy_(stacked.transpose(0, 1))
+
+    def _runs(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+        """Chunks that are scored together."""
+        run: list[Chunk] = []
+        for chunk in chunks:
+            joins = run and self.scorer.stacks and run[-1].known is None and chunk.known is None
+            if joins and run[-1].tokens.stop == chunk.first and run[-1].num_tokens == chunk.num_tokens:
+                run.append(chunk)
+                continue
+            if run:
+                yield run
+            run = [chunk]
+        if run:
+            yield run
 
     def score(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Score a chunk, by scores that were computed beforehand as far as there are any (`compression.known`).

@@ -3,8 +3,9 @@
 
 Decode is one kernel of ours per layer, which also writes the new token. Prefill is FlashAttention over the chunk,
 joined with FlashAttention over what earlier chunks kept: the pool ``[num_pages, G, block, 2 * d]`` is then read as
-``num_pages * G`` blocks of one head. Memory of a step: one layer's scores (4 bytes per KV head and token) and places
-(as many), and for each row that continues a prompt its queries and attention once more.
+``num_pages * G`` blocks of one head. However many chunks a step has, each of these is one launch. Memory of a step:
+one layer's scores (4 bytes per KV head and token) and places (as many), and where a chunk continues a prompt the
+queries and attention of all chunks once more.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from vllm_tangram.engine.cuda.metadata import (
     DecodeStep,
     HeadGroupMetadata,
     HeadGroupMetadataBuilder,
-    History,
     PrefillStep,
-    Wave,
 )
 from vllm_tangram.engine.scoring import LayerScorer
 
@@ -159,9 +158,9 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             query[rows],
             key[rows],
             value[rows],
-            max_seqlen_q=step.max_tokens,
+            max_seqlen_q=step.rows.max_tokens,
             cu_seqlens_q=step.starts,
-            max_seqlen_k=step.max_tokens,
+            max_seqlen_k=step.rows.max_tokens,
             cu_seqlens_k=step.starts,
             softmax_scale=self.scale,
             causal=True,
@@ -171,64 +170,47 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         )
         scores = torch.empty(self.num_kv_heads, len(key), dtype=torch.float32, device=key.device)
         places = torch.empty(self.num_kv_heads, len(key), dtype=torch.int32, device=key.device)
-        for wave in step.waves:
-            for history in wave.histories:
-                chunk = wave.chunks[history.index]
-                local = slice(chunk.first - step.first, chunk.first - step.first + chunk.num_tokens)
-                self._attend_history(
-                    history, wave, metadata, query[chunk.tokens], pool, output[chunk.tokens], lse[:, local]
-                )
-            self._score(wave, metadata, query, key, value, scores)
-            select(scores, places, rows=wave.rows, heads=self.heads)
-            write_tokens(
-                key, value, places, pool, rows=wave.rows, flat=metadata.flat, pages=metadata.pages, heads=self.heads
-            )
-
-    def _score(
-        self, wave: Wave, metadata: HeadGroupMetadata, query: Tensor, key: Tensor, value: Tensor, scores: Tensor
-    ) -> None:
-        """Fill in the scores ``[H, T]`` of the chunks of which something is evicted, or all if somebody observes."""
         observer = metadata.observer
-        for chunk in wave.scored if observer is None else wave.chunks:
-            q, k, v = query[chunk.tokens], key[chunk.tokens], value[chunk.tokens]
-            scores[:, chunk.tokens] = self.scorer.score(chunk, q, k, v)
-            if observer is not None:
+        chunks = step.scored if observer is None else step.chunks
+        self.scorer.score_all(chunks, query, key, value, scores)
+        if observer is not None:
+            for chunk in chunks:
                 observer.observe(self.index, chunk, scores[:, chunk.tokens])
+        select(scores, places, rows=step.rows, heads=self.heads)
+        write_tokens(
+            key, value, places, pool, rows=step.rows, flat=metadata.flat, pages=metadata.pages, heads=self.heads
+        )
+        if step.max_before:
+            self._attend_history(step, metadata, query[rows], pool, output[rows], lse)
 
     def _attend_history(
-        self,
-        history: History,
-        wave: Wave,
-        metadata: HeadGroupMetadata,
-        query: Tensor,
-        pool: Tensor,
-        output: Tensor,
-        lse: Tensor,
+        self, step: PrefillStep, metadata: HeadGroupMetadata, query: Tensor, pool: Tensor, output: Tensor, lse: Tensor
     ) -> None:
-        """Let the queries of a row also attend to what its request retained, and join both in ``output``."""
+        """Let the queries of all chunks also attend to what their requests retained before, and join both."""
         num_pages, group_size, block_size, _ = pool.shape
         num_tokens, num_heads = len(query), self.num_kv_heads
-        blocks = torch.empty(num_heads, -(-history.max_before // block_size), dtype=torch.int32, device=pool.device)
+        sequences = num_heads * len(step.chunks)
+        blocks = torch.empty(sequences, -(-step.max_before // block_size), dtype=torch.int32, device=pool.device)
+        lengths = torch.empty(sequences, dtype=torch.int32, device=pool.device)
         retained_blocks(
             blocks,
-            history.index,
-            rows=wave.rows,
+            lengths,
+            rows=step.rows,
             flat=metadata.flat,
             pages=metadata.pages,
             heads=self.heads,
             group_size=group_size,
         )
-        # Head-major: one sequence per KV head.
         queries = query.view(num_tokens, num_heads, -1, self.head_size).transpose(0, 1).flatten(0, 1)
         cache = pool.view(num_pages * group_size, block_size, 1, 2 * self.head_size)
         retained, retained_lse = fa_utils.flash_attn_varlen_func(
             queries,
             cache[..., : self.head_size],
             cache[..., self.head_size :],
-            max_seqlen_q=num_tokens,
-            cu_seqlens_q=history.starts,
-            max_seqlen_k=history.max_before,
-            seqused_k=wave.rows.before[history.index].index_select(0, self.heads.group),
+            max_seqlen_q=step.rows.max_tokens,
+            cu_seqlens_q=step.head_starts,
+            max_seqlen_k=step.max_before,
+            seqused_k=lengths,
             block_table=blocks,
             softmax_scale=self.scale,
             causal=False,
@@ -240,7 +222,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             lse,
             retained.view(num_heads, num_tokens, -1, self.head_size),
             retained_lse,
-            history.index,
-            rows=wave.rows,
+            step.first,
+            rows=step.rows,
             heads=self.heads,
         )

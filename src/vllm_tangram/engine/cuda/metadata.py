@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,58 +47,31 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
-class History:
-    """A chunk that continues a prompt: its queries also attend to what earlier chunks kept.
-
-    Attributes:
-        index: p, its place in its wave's rows.
-        starts: ``[H + 1]`` int32 on the device, multiples of the row's tokens: one sequence per KV head.
-        max_before: largest number of tokens that a group holds.
-
-    """
-
-    index: int
-    starts: Tensor
-    max_before: int
-
-
-@dataclass(frozen=True)
-class Wave:
-    """Chunks of different requests, which do not depend on each other.
-
-    Attributes:
-        chunks: one a row.
-        rows: for the kernels.
-        scored: chunks of which something is evicted.
-        histories: chunks that continue a prompt.
-
-    """
-
-    chunks: tuple[Chunk, ...]
-    rows: PrefillRows
-    scored: tuple[Chunk, ...]
-    histories: tuple[History, ...]
-
-
-@dataclass(frozen=True)
 class PrefillStep:
-    """The tokens of the batch after the decode rows.
+    """The tokens of the batch after the decode rows: chunks, of which one request may have several.
 
-    A step may take several chunks of a prompt. All attend to themselves at once; then the first chunk of every request
-    is compressed, then the second, which also attends to what the first kept, and so on.
+    What a chunk keeps is a function of its own tokens. So all are scored, selected and written to pages first, and then
+    all attend at once to what lies in the pages of their requests before them, that of the same step included.
 
     Attributes:
         first: first token in the batch; all up to the batch's last belong to chunks.
-        starts: ``[C + 1]`` int32 on the device, token offsets of all chunks from ``first``, in the batch's order.
-        max_tokens: of a chunk.
-        waves: the chunks by their place in their request's part of the step.
+        chunks: C, one a row, in the batch's order.
+        starts: ``[C + 1]`` int32 on the device, token offsets of the chunks from ``first``.
+        rows: for the kernels.
+        scored: chunks of which something is evicted.
+        max_before: largest number of tokens that a group holds before a chunk; 0 if no chunk continues a prompt.
+        head_starts: ``[H * C + 1]`` int32 on the device, the same offsets where the tokens of one KV head follow on
+            those of another.
 
     """
 
     first: int
+    chunks: tuple[Chunk, ...]
     starts: Tensor
-    max_tokens: int
-    waves: tuple[Wave, ...]
+    rows: PrefillRows
+    scored: tuple[Chunk, ...]
+    max_before: int
+    head_starts: Tensor
 
 
 @dataclass(frozen=True)
@@ -163,45 +135,30 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         starts = common.query_start_loc_cpu[num_decodes : common.num_reqs + 1].numpy()
         num_rows = len(starts) - 1
         slots = common.req_idx[num_decodes:] if common.req_idx is not None else np.zeros(num_rows, np.int64)
-        parts = [
-            [
-                (slot, chunk)
-                for chunk in Chunk.split(
-                    first,
-                    end - first,
-                    int(runner.req_states.num_computed_tokens_np[slot]),
-                    num_decodes + row,
-                    prompt_len=int(runner.req_states.prompt_len.np[slot]),
-                    chunk_size=runner.plan.config.chunk_size,
-                    known=runner.known.of(slot),
-                )
-            ]
+        chunks = [
+            (slot, chunk)
             for row, (slot, first, end) in enumerate(
                 zip(slots.tolist(), starts[:-1].tolist(), starts[1:].tolist(), strict=True)
             )
+            for chunk in Chunk.split(
+                first,
+                end - first,
+                int(runner.req_states.num_computed_tokens_np[slot]),
+                num_decodes + row,
+                prompt_len=int(runner.req_states.prompt_len.np[slot]),
+                chunk_size=runner.plan.config.chunk_size,
+                known=runner.known.of(slot),
+            )
         ]
-        waves = [[chunk for chunk in wave if chunk is not None] for wave in zip_longest(*parts)]
-        packed = np.concatenate([self._pack(runner, wave) for wave in waves])
-        device = async_tensor_h2d(packed, device=self.device)  # one copy for all
-        made, row = [], 0
-        for wave in waves:
-            rows = slice(row, row + len(wave))
-            made.append(self._wave(runner, [chunk for _, chunk in wave], packed[rows], device[rows]))
-            row = rows.stop
-        firsts = [chunk.first for part in parts for _, chunk in part]
-        offsets = np.array([*firsts, starts[-1]], np.int32) - starts[0]
-        return PrefillStep(
-            first=int(starts[0]),
-            starts=async_tensor_h2d(offsets.astype(np.int32), device=self.device),
-            max_tokens=int(np.diff(offsets).max()),
-            waves=tuple(made),
-        )
+        packed = self._pack(runner, chunks)
+        first, num_tokens = int(starts[0]), int(starts[-1] - starts[0])
+        return self._step(first, num_tokens, tuple(chunk for _, chunk in chunks), packed)
 
-    def _pack(self, runner: TangramGPUModelRunner, wave: list[tuple[int, Chunk]]) -> Ints:
-        """[P, header + 2 N] int32: what the kernels need of each chunk."""
+    def _pack(self, runner: TangramGPUModelRunner, chunks: list[tuple[int, Chunk]]) -> Ints:
+        """[C, header + 2 N] int32: what the kernels need of each chunk."""
         num_groups, config = runner.plan.num_groups, runner.plan.config
-        packed = np.zeros((len(wave), _HEADER + 2 * num_groups), np.int32)
-        for row, (slot, chunk) in zip(packed, wave, strict=True):
+        packed = np.zeros((len(chunks), _HEADER + 2 * num_groups), np.int32)
+        for row, (slot, chunk) in zip(packed, chunks, strict=True):
             schedule = runner.schedules.get(slot)
             if schedule is None:  # a dummy batch: nothing is kept, nothing written
                 row[:3] = chunk.first, 0, -1
@@ -215,32 +172,32 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
             row[_HEADER + num_groups :] = after - before
         return packed
 
-    def _wave(self, runner: TangramGPUModelRunner, chunks: list[Chunk], packed: Ints, device: Tensor) -> Wave:
-        num_groups = runner.plan.num_groups
-        scored, histories = [], []
-        for p, (chunk, row) in enumerate(zip(chunks, packed, strict=True)):
-            before, keep = row[_HEADER : _HEADER + num_groups], row[_HEADER + num_groups :]
-            if row[2] < 0:
-                continue
-            if (keep < chunk.num_tokens).any():
-                scored.append(chunk)
-            if chunk.position:
-                ends = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * chunk.num_tokens
-                histories.append(History(p, ends, int(before.max())))
-        rows = self._rows(device, max(chunk.num_tokens for chunk in chunks))
-        return Wave(tuple(chunks), rows, tuple(scored), tuple(histories))
-
-    def _rows(self, device: Tensor, max_tokens: int) -> PrefillRows:
-        num_groups = (device.shape[1] - _HEADER) // 2
-        return PrefillRows(
-            first=device[:, 0],
-            num_tokens=device[:, 1],
-            requests=device[:, 2],
-            protect_head=device[:, 3],
-            protect_tail=device[:, 4],
-            before=device[:, _HEADER : _HEADER + num_groups],
-            keep=device[:, _HEADER + num_groups :],
-            max_tokens=max_tokens,
+    def _step(self, first: int, num_tokens: int, chunks: tuple[Chunk, ...], packed: Ints) -> PrefillStep:
+        num_groups = (packed.shape[1] - _HEADER) // 2
+        before, keep = packed[:, _HEADER : _HEADER + num_groups], packed[:, _HEADER + num_groups :]
+        real = packed[:, 2] >= 0
+        evicting = real & (keep < packed[:, 1:2]).any(axis=1)
+        heads = np.arange(self.num_kv_heads)[:, None] * num_tokens
+        offsets = np.append(heads + [chunk.first - first for chunk in chunks], heads.size * num_tokens)
+        starts = async_tensor_h2d(offsets.astype(np.int32), device=self.device)
+        device = async_tensor_h2d(packed, device=self.device)  # one copy for all
+        return PrefillStep(
+            first=first,
+            chunks=chunks,
+            starts=starts[: len(chunks) + 1],
+            rows=PrefillRows(
+                first=device[:, 0],
+                num_tokens=device[:, 1],
+                requests=device[:, 2],
+                protect_head=device[:, 3],
+                protect_tail=device[:, 4],
+                before=device[:, _HEADER : _HEADER + num_groups],
+                keep=device[:, _HEADER + num_groups :],
+                max_tokens=max(chunk.num_tokens for chunk in chunks),
+            ),
+            scored=tuple(chunk for chunk, evicts in zip(chunks, evicting.tolist(), strict=True) if evicts),
+            max_before=int(before[real].max(initial=0)),
+            head_starts=starts,
         )
 
     def nobodys_prefill(self, num_tokens: int) -> HeadGroupMetadata:
@@ -253,8 +210,6 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         packed = np.zeros((1, _HEADER + 2 * runner.plan.num_groups), np.int32)
         packed[0, 2] = -1
         chunk = Chunk(first=0, num_tokens=num_tokens, position=0, request=0)
-        starts = torch.arange(self.num_kv_heads + 1, dtype=torch.int32, device=self.device) * num_tokens
-        rows = self._rows(async_tensor_h2d(packed, device=self.device), num_tokens)
-        wave = Wave((chunk,), rows, scored=(chunk,), histories=(History(0, starts, 1),))
-        step = PrefillStep(first=0, starts=starts[:2].clone(), max_tokens=num_tokens, waves=(wave,))
+        step = self._step(0, num_tokens, (chunk,), packed)
+        step = replace(step, scored=(chunk,), max_before=1)
         return HeadGroupMetadata(num_tokens, None, step, runner.pages, runner.flat, None)
