@@ -66,10 +66,13 @@ class Cache:
         assert found is not None
         self.cache.used(found.longest)
 
-    def begin(self, text: str) -> None:
+    def begin(self, text: str) -> Pages:
+        """A request begins with what is in the pool of it."""
         found = self.cache.find([self.key(text)])
         assert found is not None
-        self.cache.began_with(found.longest)
+        pages = Pages(found.pages)
+        self.cache.began_with(found.longest, pages)
+        return pages
 
     def known(self) -> set[str]:
         self.cache.expire()
@@ -133,6 +136,23 @@ def test_beginning_with_a_state_is_a_use_of_all_that_it_extends() -> None:
     assert made.known() == {"a", "ab"}
     made.now += TTL - 1
     assert made.known() == set()
+
+
+def test_what_a_request_begins_with_shares_its_page_list() -> None:
+    """As far as it is in these very pages; or every turn of a conversation would leave a list behind."""
+    made = Cache()
+    made.say("abc")
+    whole = made.say("xyz")
+    first, second = made.say("s"), made.say("st")  # two requests computed the same beginning
+    begun, other = made.begin("ab"), made.begin("st")
+    lists = {checkpoint.key[0].decode(): checkpoint.pages for checkpoint in made.cache.checkpoints()}
+    assert lists["a"] is lists["ab"] is begun
+    assert lists["abc"] is not begun
+    assert lists["abc"][:2] == begun
+    assert lists["xyz"] is lists["x"] is whole
+    assert (lists["s"], lists["st"]) == (first, second)
+    assert lists["s"] is first
+    assert lists["st"] is other
 
 
 def test_what_a_request_holds_is_in_use() -> None:
