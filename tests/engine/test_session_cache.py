@@ -458,7 +458,7 @@ class _Core:
             return [{"id": "1" * 16}]
         assert method == DROP
         [ids] = args
-        return (3, []) if ids is None else (0, ids) if ids == ["unknown"] else (len(ids), [])
+        return (3, []) if ids is None else (1, []) if ids == ["abc"] else (0, ids)
 
 
 def client(**args: Any) -> TestClient:
@@ -483,6 +483,12 @@ def test_endpoints() -> None:
     refused = http.delete("/v1/tangram/sessions/unknown")
     assert refused.status_code == 404
     assert refused.json()["error"]["message"].startswith("there is no session unknown")
+
+
+@pytest.mark.parametrize("path", ["/", "//", "/abc/", "/%2F", "/abc/def"])
+def test_dropping_what_is_no_id_drops_nothing(path: str) -> None:
+    """Least of all everything, by a redirect to the route without an id, which clients follow."""
+    assert client().delete(f"/v1/tangram/sessions{path}", follow_redirects=True).status_code == 404
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
