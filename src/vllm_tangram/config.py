@@ -27,6 +27,8 @@ class TangramConfig(BaseModel):
             engine takes "fastkvzip" for models that have a gate; the default is the one that keeps most answers
             without (docs/quality.md).
         gate: path of the gate, for scorers that need one; None: one trained here before, or shipped.
+        document_scores: files of ``tangram score``; a prompt that begins with such a document is selected by its scores
+            there, and by the scorer elsewhere.
         profile: path of the retention profile; None only with ``budgets="uniform"`` or ``retention=1``.
         budgets: "profile" gives every head what the profile says, "uniform" gives all the same (for comparison).
         page_group_size: members (KV heads of any layer) per page, G.
@@ -48,6 +50,7 @@ class TangramConfig(BaseModel):
     retention_floor: float = Field(0.05, gt=0, le=1)
     scorer: str = "keydiff"
     gate: str | None = None
+    document_scores: tuple[str, ...] = ()
     profile: str | None = None
     budgets: Budgets = "profile"
     page_group_size: int = Field(4, ge=1)

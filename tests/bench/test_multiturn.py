@@ -172,6 +172,16 @@ def test_think_time(fake: FakeStepper) -> None:
     assert result.ttft_p99 == pytest.approx(1.0, abs=0.02)  # nobody is before it
 
 
+def test_conversations_begin_one_after_the_other() -> None:
+    talk = Conversations(400, 1, 8, 1, 2, begin_within=100.0)
+    begun = sorted(request.seconds for request in talk.first())
+    even = (np.arange(400) + 0.5) / 4
+    assert np.abs(begun - even).max() < 10  # the seeds are fixed; of 1500 sets of random times one is further off
+    assert [request.prompt for request in talk.first()] == [
+        request.prompt for request in Conversations(400, 1, 8, 1, 2).first()
+    ]
+
+
 def test_time_limit(fake: FakeStepper) -> None:
     """What was due and waits when the time is up counts with what it has waited."""
     result = run_fake(fake, TALK, max_seconds=5.0)
@@ -305,6 +315,7 @@ def run(*arguments: str) -> Any:
         (["--working-set", "nan"], "--working-set: must be a number above 0, got nan"),
         (["--working-set", "2", "--conversations", "2"], "--working-set, --conversations: one decides the other"),
         (["--think", "-1"], "--think: must be a number of seconds, 0 or more, got -1"),
+        (["--begin-within", "inf"], "--begin-within: must be a number of seconds, 0 or more, got inf"),
         (["--chunk-size", "1024", "--step-tokens", "512"], "--step-tokens: must be at least --chunk-size (1024)"),
         (["--retention", "1.5"], "--engine, --retention: '1.5' is neither"),
     ],

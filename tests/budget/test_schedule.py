@@ -98,6 +98,20 @@ def test_on_top_follows_the_group_budgets_at_the_retention() -> None:
     np.testing.assert_array_equal(case.build().kept[512, rich], np.floor(budgets[rich] * 512 + 1e-9))
 
 
+@pytest.mark.parametrize("retention", [0.1, 0.25, 0.5, 0.75])
+def test_on_top_at_the_memory_of_inside_is_inside(retention: float) -> None:
+    """For one chunk: a margin on top differs by the memory that it holds and by nothing else."""
+    case = realistic(retention=retention, chunk=512)
+    inside = case.build()
+    low, high = 0.0, retention
+    for _ in range(40):
+        middle = (low + high) / 2
+        held = replace(case, margin="on_top", retention=middle).build().total[-1]
+        low, high = (middle, high) if held <= inside.total[-1] else (low, middle)
+    assert (replace(case, margin="on_top", retention=low).build().kept[-1] == inside.kept[-1]).all()
+    assert replace(case, margin="on_top").build().total[-1] > inside.total[-1]
+
+
 def test_uniform_budgets_keep_the_same_of_every_group() -> None:
     groups = group_members(np.ones(12), (4, 3), 3, "global")
     case = Case(BudgetCurve.uniform(12), groups, 0.3, block_size=16, chunk=10, sinks=0, window=16, n_max=100)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer.main
+from tests.compression.documents import random_scores
 from typer.testing import CliRunner
 
 from vllm_tangram import RetentionProfile, TangramConfig, TangramError
@@ -234,6 +235,34 @@ def test_a_profile_whose_samples_do_not_agree_is_warned_of(
 def test_a_profile_that_is_not_there(model: str) -> None:
     with pytest.raises(TangramError, match=r"--profile: there is no file /no/profile"):
         prepare(TangramConfig(profile="/no/profile"), [MODEL], model)
+
+
+def test_scores_of_documents(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_tangram.engine.resolve import model_identity
+
+    monkeypatch.chdir(tmp_path)
+    identity = model_identity(model, {})
+    for name, count, of in (("a", 3, identity), ("b", 4096, identity), ("other", 3, identity | {"hidden_size": 64})):
+        random_scores(range(count), of).save(Path(name))
+    config = UNIFORM.model_copy(update={"document_scores": ("a", "b")})
+    ours = prepare(config, [MODEL], model).additional_config["tangram"]
+    assert ours["document_scores"] == (str(tmp_path / "a"), str(tmp_path / "b"))
+    assert TangramConfig.parse(json.loads(json.dumps(ours))).document_scores == ours["document_scores"]
+    for arguments, files, message in (
+        ([], ("a", "none"), "there is no file none"),
+        ([], ("other",), "other does not fit .hidden_size: recorded 64, served 128"),
+        (["--max-model-len", "4095"], ("a", "b"), "document of b has 4096 tokens, .* --max-model-len is 4095"),
+    ):
+        with pytest.raises(TangramError, match=f"--document-scores: .*{message}"):
+            prepare(UNIFORM.model_copy(update={"document_scores": files}), [MODEL, *arguments], model)
+
+
+def test_a_document_may_be_named_more_than_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[TangramConfig] = []
+    monkeypatch.setattr("vllm_tangram.engine.serve.serve", lambda config, _: given.append(config))
+    result = CliRunner().invoke(app, ["serve", "m", "--document-scores", "a", "--document-scores", "b"])
+    assert result.exit_code == 0, result.output
+    assert given[0].document_scores == ("a", "b")
 
 
 def test_options_of_nobody_are_left_to_vllm(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_tangram.compression import select_tokens
+from vllm_tangram.compression import places, select_tokens
 
 
 def expected(scores: Tensor, keep: list[int], head: int, tail: int) -> list[int]:
@@ -49,6 +49,17 @@ def test_selection_equals_a_sort_in_plain_python(case: tuple[Tensor, list[int], 
     assert chosen.dtype == torch.int64
     assert chosen.tolist() == expected(scores, keep, head, tail)
     torch.testing.assert_close(scores, before, equal_nan=True, rtol=0, atol=0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(selections())
+def test_places_are_the_selection_for_every_count(case: tuple[Tensor, list[int], int, int]) -> None:
+    scores, keep, head, tail = case
+    chosen = select_tokens(scores, keep, protect_head=head, protect_tail=tail)
+    mask = places(scores, protect_head=head, protect_tail=tail) < torch.tensor(keep)[:, None]
+    assert mask.nonzero()[:, 1].tolist() == chosen.tolist()
+    flipped = places(torch.stack([scores, scores.flip(0)]), protect_head=head, protect_tail=tail)[1]
+    assert torch.equal(flipped.flip(0) < torch.tensor(keep)[:, None], mask)  # any leading dimensions
 
 
 @pytest.mark.parametrize("value", [0.0, -3.25, math.nan, math.inf, -math.inf])

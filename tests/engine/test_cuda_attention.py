@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.compression.documents import random_scores
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -30,6 +31,7 @@ from vllm_tangram.engine.cuda import splits
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention
 from vllm_tangram.engine.cuda.metadata import HeadGroupMetadataBuilder
 from vllm_tangram.engine.cuda.splits import DecodeSplits
+from vllm_tangram.engine.known import KnownPrompts
 from vllm_tangram.engine.scoring import LayerScorer
 from vllm_tangram.pages.device import DevicePages
 
@@ -86,6 +88,7 @@ class Request:
         self.chunks_per_step = chunks_per_step
         self.computed = 0
         self.pages = 0
+        self.document: torch.Tensor | None = None  # [L, H, T] scores of what it begins with
         size = prompt_len + 80
         self.query = torch.randn(LAYERS, size, HEADS * RATIO, DIM, generator=generator)
         self.key = torch.randn(LAYERS, size, HEADS, DIM, generator=generator)
@@ -134,6 +137,7 @@ class Engine:
             requests=torch.full((SLOTS,), -1, dtype=torch.int32),
             schedules={},
             observer=None,
+            known=KnownPrompts([]),
             req_states=SimpleNamespace(
                 num_computed_tokens_np=np.zeros(SLOTS, np.int32),
                 prompt_len=SimpleNamespace(np=np.zeros(SLOTS, np.int32)),
@@ -230,6 +234,10 @@ class Engine:
             chosen = torch.arange(n).repeat(HEADS)
         else:
             scores = self.scorer.score(query, key, value, context(self.config, start))
+            if request.document is not None and start < request.document.shape[-1]:
+                known = request.document[layer, :, start : start + n].float()
+                assert known.shape[-1] == n, "the reference knows no chunk that the document ends in"
+                scores = known
             chosen = select_tokens(
                 scores,
                 keep.tolist(),
@@ -287,6 +295,30 @@ def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(4):
         engine.step([most, two, one])
     assert [request.computed for request in (most, two, one)] == [2 * CHUNK + 4, 4 * CHUNK - 7, 2 * CHUNK + 2]
+
+
+def test_a_document_is_selected_by_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the request that begins with it, and of no other in the batch; a slot's next request begins with another."""
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    generator = torch.Generator().manual_seed(3)
+    engine = Engine(4, "keydiff")
+    document = random_scores(range(2 * CHUNK), {"num_hidden_layers": LAYERS, "num_key_value_heads": HEADS})
+    known = engine.runner.known = KnownPrompts([document])
+    asked = Request(1, 3 * CHUNK - 5, 0.5, generator, chunks_per_step=2)
+    other = Request(2, 3 * CHUNK, 0.5, generator, chunks_per_step=2)
+    asked.document = document.scores
+    known.open(asked.slot, range(asked.prompt_len), adapted=False)
+    known.open(other.slot, range(1, 1 + other.prompt_len), adapted=False)
+    for request in (asked, other):
+        engine.admit(request)
+    for _ in range(3):
+        engine.step([asked, other])
+    engine.runner.pages.close(asked.slot)
+    adapted = Request(asked.slot, 2 * CHUNK, 0.5, generator)
+    known.open(adapted.slot, range(adapted.prompt_len), adapted=True)
+    engine.admit(adapted)
+    for _ in range(3):
+        engine.step([adapted, other])
 
 
 def test_as_many_blocks_as_fit_of_every_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.compression.documents import random_scores
 from tests.compression.gates import untrained_gate
 from tests.engine.drive import Answer, Engine
 from tests.engine.ray_cluster import ray_cluster
@@ -20,8 +21,9 @@ from tests.models import make_checkpoint
 
 from vllm_tangram import LLM
 from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionPlan, RetentionProfile
-from vllm_tangram.compression import get_scorer
+from vllm_tangram.compression import get_scorer, select_tokens
 from vllm_tangram.compression.competition import compete
+from vllm_tangram.compression.document import DocumentScores
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.engine.profiling import profile_model
 from vllm_tangram.eval.dense import DenseModel, DenseState
@@ -83,13 +85,14 @@ class Served:
     checkpoint: Path
     dense: DenseModel
     plan: RetentionPlan
+    document: DocumentScores
 
     @classmethod
     def start(cls, folder: Path, scorer: str, num_kv_heads: int, **vllms: Any) -> Served:
         checkpoint = make_checkpoint(folder / "model", num_key_value_heads=num_kv_heads, **MODEL)
         dense = DenseModel.load(checkpoint, dtype=torch.float32)
         gate = untrained_gate(dense.fingerprint) if scorer == "fastkvzip" else None
-        files = {"profile": str(folder / "profile.safetensors")}
+        files: dict[str, Any] = {"profile": str(folder / "profile.safetensors")}
         if gate is not None:
             files["gate"] = str(folder / "gate.safetensors")
             gate.save(Path(files["gate"]))
@@ -101,11 +104,14 @@ class Served:
         RetentionProfile(
             levels, kept, scorer, dense.fingerprint, sinks=4, window=WINDOW, chunk_size=CHUNK, gate=digest
         ).save(Path(files["profile"]))
+        document = random_scores(*prompts(2 * CHUNK + 1), dense.fingerprint)
+        document.save(folder / "document")
+        files["document_scores"] = [str(folder / "document")]
         ours = {"retention": 0.25, "scorer": scorer, "page_group_size": 2, "chunk_size": CHUNK, "window": WINDOW}
         llm = LLM(str(checkpoint), **OPTIONS, **ours, **files, **vllms)
         llm.collective_rpc(record_kept)
         engine = Engine(llm)
-        return cls(engine, checkpoint, dense, engine.scheduler.plan)
+        return cls(engine, checkpoint, dense, engine.scheduler.plan, document)
 
     def reference(self, prompt: list[int], retention: float = 0.25) -> DenseState:
         """What one rank would keep that is given the budgets of two."""
@@ -129,6 +135,26 @@ class Served:
                     expected = state.retained[layer, head, position:end].nonzero()[:, 0].tolist()
                     assert expected == (list(range(end - position)) if kept is None else kept[place])
                     compared += 1
+        return compared
+
+    def check_document(self) -> int:
+        """The ranks keep of a document what its scores of their own heads say: returns the rows compared."""
+        self.engine.llm.collective_rpc(take_kept)
+        prompt = [*self.document.ids.tolist(), *range(30)]
+        self.engine.ask([prompt], 1, skip_reading_prefix_cache=True)
+        schedule, copies, compared = self.plan.schedule(0.25), self.plan.sharding.copies, 0
+        for rank, rows in self.engine.llm.collective_rpc(take_kept):
+            layers, heads = self.plan.sharding.part(rank)
+            for index, start in ((index, start) for index, start in rows if start < 2 * CHUNK):
+                layer, held = layers.start + index, slice(start, start + CHUNK)
+                lengths = schedule.lengths(held.stop, len(prompt)) - schedule.lengths(start, len(prompt))
+                keep = lengths[self.plan.groups.group[layer, ::copies][heads]].tolist()
+                scores = self.document.scores[layer, heads, held].float()
+                best = select_tokens(scores, keep, protect_head=max(0, 4 - start), protect_tail=WINDOW)
+                kept = rows[index, start]
+                assert kept is not None
+                assert kept == [own.tolist() for own in torch.split(best, keep)]
+                compared += len(kept)
         return compared
 
 
@@ -178,6 +204,10 @@ def test_ranks_keep_what_one_would(served: Served) -> None:
         assert state.retained.float().mean() < 0.5
         assert served.check_kept(state) == 5 * 4 * -(-len(prompt) // CHUNK)
         assert answer.tokens == served.dense.generate(state, NEW)
+
+
+def test_ranks_select_a_document_by_the_scores_of_their_heads(served: Served) -> None:
+    assert served.check_document() == 5 * 4 * 2
 
 
 def test_memory_is_that_of_all_ranks(served: Served) -> None:
@@ -249,6 +279,7 @@ def test_other_ranks(tmp_path: Path, scorer: str, num_kv_heads: int, parallel: d
         assert state.retained.float().mean() < 0.5
         assert served.check_kept(state) == num_rows
         assert answer.tokens == served.dense.generate(state, NEW)
+        assert served.check_document() == num_rows // 4 * 2
         together = [each.tokens for each in served.engine.ask(prompts(802, 803, 804), NEW)]
         assert together == [served.dense.generate(served.reference(each), NEW) for each in prompts(802, 803, 804)]
     finally:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from random import Random
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from vllm_tangram import RetentionProfile, TangramConfig, TangramError
 from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.compression import get_scorer, scorer_names
-from vllm_tangram.eval.dense import DenseModel
+from vllm_tangram.eval.dense import DenseModel, DenseState, _Past
 
 OPTIONS = {"sinks": 4, "window": 64}
 
@@ -80,6 +81,47 @@ def test_evicted_tokens_are_not_seen(dense: DenseModel, skewed: RetentionProfile
     logprobs, _ = dense.score_answer([state], ids(5), ids(3))
     assert logprobs.isfinite().all()
     assert dense.read(ids(70), **OPTIONS, after=state).state.logits.isfinite().all()
+
+
+def test_attention_equals_plain_loops() -> None:
+    """Three rows behind the same past, of which every head retained something else, two query heads each."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    keys, values, retained = draw(2, 30, 8), draw(2, 30, 8), torch.rand(3, 2, 30, generator=generator) < 0.4
+    retained[0, 1], retained[1, 0] = True, False
+    states = [DenseState((keys,), (values,), own[None], torch.empty(0)) for own in retained]
+    query, key, value = draw(3, 4, 7, 8), draw(3, 2, 7, 8), draw(3, 2, 7, 8)
+    attended = _Past(states).attend(0, query, key, value, 0.3)
+    for row, head, token in product(range(3), range(4), range(7)):
+        kept = retained[row, head // 2]
+        k = torch.cat([keys[head // 2, kept], key[row, head // 2, : token + 1]])
+        v = torch.cat([values[head // 2, kept], value[row, head // 2, : token + 1]])
+        torch.testing.assert_close(
+            attended[row, head, token], (0.3 * k @ query[row, head, token]).softmax(0) @ v, rtol=1e-9, atol=1e-9
+        )
+
+
+def test_questions_together_are_as_each_alone(dense: DenseModel, skewed: RetentionProfile) -> None:
+    plan = plan_of(skewed)
+    states = [dense.prefill(ids(300), get_scorer(name), plan, plan.schedule(0.5)) for name in ("keydiff", "knorm")]
+    questions = [(ids(9, 1), ids(4, 2)), ([], ids(3, 3)), (ids(2, 4), ids(1, 5)), ([], ids(1, 6))]
+    for (question, answer), (together, hits) in zip(questions, dense.score_answers(states, questions), strict=True):
+        assert together.shape == hits.shape == (2, len(answer))
+        for state, row, hit in zip(states, together, hits, strict=True):
+            (alone,), (own,) = dense.score_answer([state], question, answer)
+            torch.testing.assert_close(alone, row, atol=1e-4, rtol=1e-4)
+            assert (own == hit).all()
+
+
+def test_memory_of_a_pass_is_bounded(dense: DenseModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, four = [(ids(20), ids(5))], [(ids(20), ids(5))] * 4
+    assert dense.states_per_pass(500, one) >= 4 * dense.states_per_pass(500, four) > 4
+    assert dense.states_per_pass(5000, one) < dense.states_per_pass(500, one)
+    monkeypatch.setattr("vllm_tangram.eval.dense._PASS_BYTES", {"cpu": 1})
+    assert dense.states_per_pass(500, one) == 1
 
 
 def test_rows_do_not_depend_on_each_other(dense: DenseModel, skewed: RetentionProfile) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Profiles and gates from anywhere: a file is refused with a reason, or what it says can be used."""
+"""Profiles, gates and document scores from anywhere: a file is refused with a reason, or what it says can be used."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.budget.strategies import make_profile
+from tests.compression.documents import random_scores
 from tests.compression.gates import MODEL, untrained_gate
 from tests.fuzz.mutations import VALUES, damaged_bytes, damaged_header
 from tests.gates.test_convert import MODEL_OF_GATE, published
@@ -23,7 +24,9 @@ from typer.testing import CliRunner
 from vllm_tangram import RetentionProfile, TangramConfig, TangramError
 from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.cli.app import app
+from vllm_tangram.compression.document import DocumentScores
 from vllm_tangram.compression.gate import Gate
+from vllm_tangram.compression.known import KnownPrefix
 from vllm_tangram.compression.shipped import find_gate, known_gate
 from vllm_tangram.gates.convert import convert
 
@@ -43,6 +46,11 @@ def profile_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 @pytest.fixture(scope="module")
 def gate_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return saved(untrained_gate(MODEL).save, tmp_path_factory.mktemp("gate"))
+
+
+@pytest.fixture(scope="module")
+def document_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return saved(random_scores([5, 6, 7, 8]).save, tmp_path_factory.mktemp("document"))
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +124,23 @@ def test_gates(data: st.DataObject, gate_bytes: bytes, file: Path) -> None:
         again = file.with_name("again.safetensors")
         gate.save(again)
         assert Gate.load(again).digest() == gate.digest()
+
+
+@MANY
+@given(data=st.data())
+def test_documents(data: st.DataObject, document_bytes: bytes, file: Path) -> None:
+    file.write_bytes(damaged(data, document_bytes, "tangram_document"))
+    with or_refused("file.safetensors"):
+        document = DocumentScores.load(file)
+        prompt = [*document.ids.tolist(), 1]
+        known = KnownPrefix.of(prompt, [document])
+        assert known is not None
+        scores = known.scores(0, len(prompt))
+        assert scores is not None
+        assert torch.equal(scores, document.scores)
+        again = file.with_name("again.safetensors")
+        document.save(again)
+        assert torch.equal(DocumentScores.load(again).scores, document.scores)
 
 
 @MANY

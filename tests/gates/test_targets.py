@@ -50,7 +50,7 @@ def reference(dense: DenseModel, checkpoint: Path, tokens: list[int], sinks: int
 def test_equals_the_attention_weights_of_the_plain_model(
     dense: DenseModel, checkpoint: Path, count: int, sinks: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(targets, "_BLOCK", 2 * 100 * 7)  # several blocks of queries
+    monkeypatch.setattr(targets, "_BLOCK", {"cpu": 4 * 100 * 7})  # several blocks of queries
     tokens = ids(count)
     scores = kvzip_scores(dense, tokens, sinks=sinks, chunk=chunk)
     assert scores.shape == (3, 2, count)

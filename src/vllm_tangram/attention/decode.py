@@ -53,7 +53,8 @@ class Tuning:
         tile: tokens taken in at once, a power of two from 16.
         warps: warps of a thread block.
         stages: tiles under way, the one being worked on included.
-        fan: pieces that are combined at once, a power of two from 2; None for what suits the batch, of `FANS`.
+        fan: pieces that a block combines, a power of two from 2; None for what suits the batch, of `FANS`.
+        at_once: pieces whose results are loaded together while they are combined, a power of two.
 
     """
 
@@ -61,6 +62,7 @@ class Tuning:
     warps: int = 4
     stages: int = 3
     fan: int | None = None
+    at_once: int = 16
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tuning:
@@ -165,6 +167,7 @@ def decode_attention(
         BLOCK=block_size,
         TILE=tuning.tile,
         FAN=fan,
+        AT_ONCE=tuning.at_once,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )

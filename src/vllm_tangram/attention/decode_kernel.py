@@ -136,6 +136,7 @@ def decode_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FAN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
     """One program: one share, segment after segment; a segment's last piece also takes in and writes the new token."""
     block = tl.program_id(0)
@@ -259,7 +260,7 @@ def decode_kernel(
                     RATIO_PADDED,
                     D,
                     D_PADDED,
-                    FAN,
+                    AT_ONCE,
                 )
                 ratio_ids = tl.arange(0, RATIO_PADDED)
                 ratio_real = ratio_ids < RATIO
@@ -287,7 +288,7 @@ def decode_kernel(
                             RATIO_PADDED,
                             D,
                             D_PADDED,
-                            FAN,
+                            AT_ONCE,
                         )
                         tl.store(output_rows, whole, mask=joined_real)
         first_block, pieces = next_block, next_pieces

@@ -49,12 +49,13 @@ class Conversations:
     """Conversations of one size. A turn's prompt is all that was said before, answers included, and new text.
 
     Attributes:
-        conversations: how many, all at once.
+        conversations: how many.
         turns: requests of each.
         first_tokens: length of its first prompt.
         user_tokens: new text of a later turn.
         answer_tokens: of every turn.
         think_seconds: mean of the exponential time from an answer to the next turn, and before the first; 0: at once.
+        begin_within: seconds over which they begin, evenly at random; 0: all at once.
 
     """
 
@@ -64,6 +65,7 @@ class Conversations:
     user_tokens: int
     answer_tokens: int
     think_seconds: float = 0.0
+    begin_within: float = 0.0
 
     @property
     def requests(self) -> int:
@@ -81,7 +83,8 @@ class Conversations:
         return asdict(self)
 
     def first(self) -> list[Due]:
-        return [self._turn(f"{number}/0", [], self.first_tokens, 0.0) for number in range(self.conversations)]
+        begin = [Random(number).uniform(0, self.begin_within) for number in range(self.conversations)]
+        return [self._turn(f"{number}/0", [], self.first_tokens, seconds) for number, seconds in enumerate(begin)]
 
     def following(self, request: Due, answer: Sequence[int], now: float) -> Due | None:
         conversation, turn = map(int, request.name.split("/"))

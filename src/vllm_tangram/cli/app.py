@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_tangram import __version__
-from vllm_tangram.cli import bench, chat, demo, doctor, evaluate, gate, inspect, profile, serve, sessions
+from vllm_tangram.cli import bench, chat, demo, doctor, evaluate, gate, inspect, profile, score, serve, sessions
 from vllm_tangram.cli.rendering import print_error
 from vllm_tangram.errors import TangramError
 
@@ -53,6 +53,7 @@ def _options(
 # Commands import vLLM, torch and matplotlib inside their functions, so that `tangram --help` is immediate.
 app.command("serve", **serve.COMMAND)(serve.serve)
 app.command("profile")(profile.profile)
+app.command("score")(score.score)
 app.command("chat")(chat.chat)
 app.add_typer(sessions.app, name="sessions")
 app.command("doctor")(doctor.doctor)

@@ -58,6 +58,10 @@ def multiturn(
         float | None,
         typer.Option(help="Mean seconds from an answer to the next turn.  [default: 0: at once]", show_default=False),
     ] = None,
+    begin_within: Annotated[
+        float | None,
+        typer.Option(help="Seconds over which conversations begin.  [default: 0: all at once]", show_default=False),
+    ] = None,
     trace: Annotated[Path | None, typer.Option(help=_TRACE_FILE, show_default=False)] = None,
     dialogues: Annotated[Path | None, typer.Option(help=_DIALOGUES_FILE, show_default=False)] = None,
     scale: Annotated[
@@ -128,7 +132,8 @@ def multiturn(
             if one.retention is not None
         ]
     talk = {"turns": turns, "first-tokens": first_tokens, "user-tokens": user_tokens, "answer-tokens": answer_tokens}
-    others = {"working-set": working_set, "conversations": conversations, "think": think}
+    others = {"working-set": working_set, "conversations": conversations}
+    others |= {"think": think, "begin-within": begin_within}
     recorded = {"scale": scale, "speed": speed, "limit": limit, "longest": longest}
     _check(trace, dialogues, talk | others, recorded)
     traffic: Traffic
@@ -145,7 +150,12 @@ def multiturn(
     pool = setup.kv_tokens if setup.kv_bytes is None else setup.kv_bytes // kv_bytes_per_token(model)
     if isinstance(traffic, Conversations):
         wanted = round((working_set or _WORKING_SET) * pool / traffic.max_model_len)
-        traffic = replace(traffic, conversations=conversations or max(wanted, 1), think_seconds=think or 0.0)
+        traffic = replace(
+            traffic,
+            conversations=conversations or max(wanted, 1),
+            think_seconds=think or 0.0,
+            begin_within=begin_within or 0.0,
+        )
     sizes = {
         "requests": traffic.requests,
         "working_set_tokens": traffic.working_set,
@@ -193,8 +203,9 @@ def _check(trace: Path | None, dialogues: Path | None, talk: dict[str, Any], rec
         value = (talk | recorded)[name]
         if value is not None and not 0 < value < float("inf"):
             raise TangramError(f"--{name}: must be a number above 0, got {value:g}")
-    if talk["think"] is not None and not 0 <= talk["think"] < float("inf"):
-        raise TangramError(f"--think: must be a number of seconds, 0 or more, got {talk['think']:g}")
+    for name in ("think", "begin-within"):
+        if talk[name] is not None and not 0 <= talk[name] < float("inf"):
+            raise TangramError(f"--{name}: must be a number of seconds, 0 or more, got {talk[name]:g}")
 
 
 def print_multiturn(report: Report) -> None:

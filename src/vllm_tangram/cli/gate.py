@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import hashlib
 import json as jsonlib
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from vllm_tangram.cli.rendering import console, human_bytes, percent, print_error, print_json, table
-from vllm_tangram.cli.scorer_options import usable_device
+from vllm_tangram.cli.scorer_options import checkpoint_folder, usable_device
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
 from vllm_tangram.progress import progress_bars
@@ -83,7 +82,7 @@ def train(
     from vllm_tangram.gates.train import Recipe
     from vllm_tangram.pilot import load_samples
 
-    model_folder = _folder(model)
+    model_folder = checkpoint_folder(model)
     output = _target(output, model_folder)  # now, not after an hour of work
     source = (
         Source(training_texts(texts, seed), "built-in training texts")
@@ -115,7 +114,7 @@ def convert(
     """Convert a published gate, a pickle, without running anything in it."""
     from vllm_tangram.gates.convert import convert as convert_checkpoint
 
-    folder = _folder(model)
+    folder = checkpoint_folder(model)
     output = _target(output, folder)
     convert_checkpoint(checkpoint, _fingerprint(folder)).save(output)
     _show(output, json)
@@ -172,22 +171,6 @@ def _card(path: Path, gate: Gate) -> dict[str, Any]:
         "agreement": gate.agreement,
         "info": gate.info,
     }
-
-
-def _folder(model: str) -> Path:
-    from vllm_tangram.embedded import embedded_model
-
-    folder = embedded_model() if model == "embedded" else Path(model)
-    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        from huggingface_hub import snapshot_download
-
-        try:
-            folder = Path(snapshot_download(model))
-        except (OSError, ValueError) as error:  # what the hub's errors are
-            raise TangramError(f"there is no folder {model}, and no such model can be fetched: {error}") from None
-    if not (folder / "config.json").is_file():
-        raise TangramError(f"{model} is not a checkpoint folder: it has no config.json")
-    return folder
 
 
 def _fingerprint(folder: Path) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,6 +23,12 @@ Gate = Annotated[
     str | None,
     typer.Option(help="Trained gate of the model, for --scorer fastkvzip; else a known one.", metavar="FILE"),
 ]
+DocumentScores = Annotated[
+    list[str],
+    typer.Option(
+        help="Scores of a document that prompts begin with (`tangram score`); may be repeated.", metavar="FILE"
+    ),
+]
 
 
 def usable_device(name: str) -> str:
@@ -37,3 +45,25 @@ def usable_device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         raise TangramError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
     return name
+
+
+def checkpoint_folder(model: str) -> Path:
+    """The folder of a checkpoint: the embedded model's, the one that is named, or that of a model of the hub.
+
+    Raises:
+        TangramError: there is none.
+
+    """
+    from vllm_tangram.embedded import embedded_model
+
+    folder = embedded_model() if model == "embedded" else Path(model)
+    if not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(model))
+        except (OSError, ValueError) as error:  # what the hub's errors are
+            raise TangramError(f"there is no folder {model}, and no such model can be fetched: {error}") from None
+    if not (folder / "config.json").is_file():
+        raise TangramError(f"{model} is not a checkpoint folder: it has no config.json")
+    return folder

@@ -31,6 +31,7 @@ def serve(
     ] = _DEFAULTS["retention_floor"],
     scorer: opt.Scorer = None,
     gate: opt.Gate = None,
+    document_scores: opt.DocumentScores = _DEFAULTS["document_scores"],
     profile: Annotated[
         str | None,
         typer.Option(help="Retention profile of the model; without it one is made once and cached.", metavar="FILE"),

@@ -4,6 +4,6 @@
 from vllm_tangram.compression.base import ChunkContext, Scorer
 from vllm_tangram.compression.competition import compete
 from vllm_tangram.compression.scorers import get_scorer, needs_gate, scorer_names
-from vllm_tangram.compression.selection import select_tokens
+from vllm_tangram.compression.selection import places, select_tokens
 
-__all__ = ["ChunkContext", "Scorer", "compete", "get_scorer", "needs_gate", "scorer_names", "select_tokens"]
+__all__ = ["ChunkContext", "Scorer", "compete", "get_scorer", "needs_gate", "places", "scorer_names", "select_tokens"]

@@ -34,21 +34,38 @@ def compete(scores: Tensor, retentions: Sequence[float], *, protect_head: int, p
     """
     num_layers, num_heads, num_tokens = scores.shape
     num_members = num_layers * num_heads
-    if scores.numel() >= 2**32:
-        raise ValueError(f"cannot rank {scores.numel()} scores at once; score shorter chunks")
     if not all(0 <= x <= 1 for x in retentions):
         raise ValueError(f"retentions must be in [0, 1], got {list(retentions)}")
     protected = min(num_tokens, protect_head + protect_tail) * num_members
-
-    # Below the score: position, then member, counted down so that the first member has the largest key.
-    tokens = torch.arange(num_tokens, device=scores.device) * num_members
-    members = torch.arange(num_members - 1, -1, -1, device=scores.device)
-    keys = ranks(scores.reshape(num_members, num_tokens), protect_head, protect_tail) << 32
-    keys |= members[:, None] + tokens
-    order = keys.flatten().sort(descending=True).values
-    winners = num_members - 1 - (order & (2**32 - 1)) % num_members
-
+    winners = ranking(scores.reshape(num_members, num_tokens), protect_head=protect_head, protect_tail=protect_tail)
     counts = [
         torch.bincount(winners[: max(protected, round(x * scores.numel()))], minlength=num_members) for x in retentions
     ]
     return torch.stack(counts).view(len(counts), num_layers, num_heads)
+
+
+def ranking(scores: Tensor, *, protect_head: int, protect_tail: int) -> Tensor:
+    """Whose token is the best, the second best, and so on, by the rules of `compete`.
+
+    Args:
+        scores: ``[..., M, T]`` float32 of M members; leading dimensions are competitions of their own.
+        protect_head: see `compete`.
+        protect_tail: see `compete`.
+
+    Returns:
+        ``[..., M * T]`` int64 members.
+
+    Raises:
+        ValueError: there are 2**32 scores or more in a competition.
+
+    """
+    num_members, num_tokens = scores.shape[-2:]
+    if num_members * num_tokens >= 2**32:
+        raise ValueError(f"cannot rank {num_members * num_tokens} scores at once; score shorter chunks")
+    # Below the score: position, then member, counted down so that the first member has the largest key.
+    tokens = torch.arange(num_tokens, device=scores.device) * num_members
+    members = torch.arange(num_members - 1, -1, -1, device=scores.device)
+    keys = ranks(scores, protect_head, protect_tail) << 32
+    keys |= members[:, None] + tokens
+    order = keys.flatten(-2).sort(dim=-1, descending=True).values
+    return num_members - 1 - (order & (2**32 - 1)) % num_members

@@ -32,6 +32,26 @@ def ranks(scores: Tensor, protect_head: int, protect_tail: int) -> Tensor:
     return order.long()
 
 
+def places(scores: Tensor, *, protect_head: int, protect_tail: int) -> Tensor:
+    """Place of every token among those of its head, 0 for the best: all that `select_tokens` would choose, at once.
+
+    ``places(...) < k`` are the k tokens that it chooses. One sort serves all counts, and nothing waits for the device.
+
+    Args:
+        scores: ``[..., T]`` float32.
+        protect_head: first tokens of the chunk that are always kept.
+        protect_tail: last tokens of the chunk that are always kept.
+
+    Returns:
+        ``[..., T]`` int32.
+
+    """
+    positions = torch.arange(scores.shape[-1], device=scores.device)
+    order = (ranks(scores, protect_head, protect_tail) << 32 | positions).argsort(dim=-1, descending=True)
+    places = torch.empty_like(order, dtype=torch.int32)
+    return places.scatter_(-1, order, positions.int().expand_as(order))
+
+
 def select_tokens(scores: Tensor, keep: Sequence[int], *, protect_head: int, protect_tail: int) -> Tensor:
     """Choose the ``keep[h]`` best tokens of every head h.
 

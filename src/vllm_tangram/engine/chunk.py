@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from vllm_tangram.compression import ChunkContext
 from vllm_tangram.compression.base import alone
+from vllm_tangram.compression.known import KnownPrefix
 from vllm_tangram.compression.rope import Rope
 from vllm_tangram.config import TangramConfig
 
@@ -23,6 +24,8 @@ class Chunk:
         num_tokens: T.
         position: position of its first token in the request.
         request: index of the request in the batch.
+        known: ``[L, H, n]`` scores of its first n tokens, by layer of the rank, that were computed beforehand; None if
+            there are none.
 
     """
 
@@ -30,20 +33,30 @@ class Chunk:
     num_tokens: int
     position: int
     request: int
+    known: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
 
     @classmethod
     def split(
-        cls, first: int, num_tokens: int, position: int, request: int, *, prompt_len: int, chunk_size: int
+        cls,
+        first: int,
+        num_tokens: int,
+        position: int,
+        request: int,
+        *,
+        prompt_len: int,
+        chunk_size: int,
+        known: KnownPrefix | None = None,
     ) -> Iterator[Chunk]:
         """The chunks of a request's tokens in a step, in order; a step may take several of one prompt.
 
         They end at multiples of ``chunk_size`` and at the step's end; replayed tokens, at and after ``prompt_len``, are
-        one piece, since they evict nothing.
+        one piece, since they evict nothing. ``known`` is what the prompt has in common with documents.
         """
         end = position + num_tokens
         while position < end:
             stop = end if position >= prompt_len else min(end, (position // chunk_size + 1) * chunk_size)
-            yield Chunk(first=first, num_tokens=stop - position, position=position, request=request)
+            scores = None if known is None or position >= prompt_len else known.scores(position, stop)
+            yield Chunk(first=first, num_tokens=stop - position, position=position, request=request, known=scores)
             first, position = first + stop - position, stop
 
     @property

@@ -15,6 +15,7 @@ from vllm_tangram.config import TangramConfig
 from vllm_tangram.engine.check import check_wanted
 from vllm_tangram.engine.compat import check_supported, check_vllm
 from vllm_tangram.engine.host import check_host_memory
+from vllm_tangram.engine.known import resolve_documents
 from vllm_tangram.engine.options import engine_options, vllm_refusals
 from vllm_tangram.engine.resolve import resolve_gate, resolve_profile, resolve_scorer
 from vllm_tangram.engine.setup import (
@@ -48,7 +49,7 @@ def ready_options(
         build: makes vLLM's configuration of completed options.
 
     Raises:
-        TangramError: something is wrong with the options, the model, the gate or the profile; no process was started.
+        TangramError: something is wrong with the options, the model or a file; no process was started.
 
     """
     check_vllm()
@@ -64,6 +65,8 @@ def ready_options(
     check_spill(vllm_config)
     with vllm_refusals(f"{model}: "):
         identity = fingerprint_of(vllm_config.model_config, vllm_config.load_config)
+    # Files that are wrong are known before minutes go into making a profile.
+    config = resolve_documents(config, identity, vllm_config.model_config.max_model_len)
     config = resolve_gate(resolve_scorer(config, identity), identity)
     config = resolve_profile(config, model, given, identity)
     options = engine_options(config, given)
@@ -71,6 +74,8 @@ def ready_options(
     check_pool(vllm_config)
     if config.gate is not None:
         logger.info("Tangram: gate %s", config.gate)
+    for path in config.document_scores:
+        logger.info("Tangram: document scores %s", path)
     if config.profile is not None:
         logger.info("Tangram: retention profile %s", config.profile)
         if config.budgets == "profile":

@@ -14,6 +14,7 @@ from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm_tangram.compression import Scorer, get_scorer
 from vllm_tangram.compression.base import alone
 from vllm_tangram.compression.gate import Gate
+from vllm_tangram.compression.known import reordered
 from vllm_tangram.compression.rope import Rope
 from vllm_tangram.config import TangramConfig
 
@@ -79,7 +80,7 @@ class LayerScorer:
             self.hidden.expect()
 
     def score(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Score a chunk.
+        """Score a chunk, by scores that were computed beforehand as far as there are any (`compression.known`).
 
         Args:
             chunk: where it stands.
@@ -91,8 +92,15 @@ class LayerScorer:
             ``[H, T]`` float32.
 
         """
+        known = None if chunk.known is None else chunk.known[self.layer].float()
+        if known is not None and known.shape[-1] == chunk.num_tokens:
+            return known
         hidden = None if self.hidden is None else self.hidden.buffer[chunk.tokens]
         context = chunk.context(
             self.config, self.scale, layer=self.layer, rope=self.rope, hidden=hidden, mean_over_ranks=self.mean
         )
-        return self.scorer.score(query, key, value, context)
+        scores = self.scorer.score(query, key, value, context)
+        if known is None:
+            return scores
+        head, tail = chunk.protect_head(self.config), chunk.protect_tail(self.config)
+        return reordered(scores, known, protect_head=head, protect_tail=tail)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_tangram.compression import compete, select_tokens
+from vllm_tangram.compression import compete, places
+from vllm_tangram.compression.competition import ranking
 
 SAFEGUARD = 0.2
 """Share of the uniform budget that AdaKV leaves to every head."""
@@ -54,13 +55,18 @@ def adakv_counts(scores: Tensor, total: int, *, protect_head: int, protect_tail:
 
     """
     num_layers, num_heads, num_tokens = scores.shape
+    protected = min(num_tokens, protect_head + protect_tail)
     share, rest = divmod(total, num_layers)
-    counts = []
-    for layer, own in enumerate(scores):
-        budget = share + (layer < rest)
-        protected = min(num_tokens, protect_head + protect_tail)
-        safe = max(protected, int(SAFEGUARD * budget / num_heads))
-        best = select_tokens(own, [safe] * num_heads, protect_head=protect_head, protect_tail=protect_tail)
-        guarded = own.scatter(1, best.view(num_heads, safe), torch.inf)
-        counts.append(dynamic_counts(guarded[None], budget, protect_head=protect_head, protect_tail=protect_tail)[0])
-    return torch.stack(counts)
+    budgets = [max(share + (layer < rest), protected * num_heads) for layer in range(num_layers)]
+    safe = [max(protected, int(SAFEGUARD * budget / num_heads)) for budget in budgets]
+
+    def by_layer(numbers: list[int], dimensions: int) -> Tensor:
+        return torch.tensor(numbers, device=scores.device).view(-1, *[1] * dimensions)
+
+    best = places(scores, protect_head=protect_head, protect_tail=protect_tail) < by_layer(safe, 2)
+    guarded = scores.masked_fill(best, torch.inf)
+    winners = ranking(guarded, protect_head=protect_head, protect_tail=protect_tail)  # [L, H * T]
+    taken = torch.arange(winners.shape[1], device=scores.device) < by_layer(budgets, 1)
+    return torch.zeros(num_layers, num_heads, dtype=torch.int64, device=scores.device).scatter_add_(
+        1, winners, taken.long()
+    )

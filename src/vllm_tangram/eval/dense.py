@@ -16,22 +16,26 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import embedding, scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 
 from vllm_tangram.budget import EvictionSchedule, RetentionPlan, model_fingerprint
-from vllm_tangram.compression import ChunkContext, Scorer, select_tokens
+from vllm_tangram.compression import ChunkContext, Scorer, places
 from vllm_tangram.compression.rope import Rope
 from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.inputs import attention_inputs, rope_of
 
 _ATTENTION = "tangram_dense"
-
+# Not cuDNN's, which plans anew for every length; here each layer of each context has its own.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_PASS_BYTES = {"cpu": 1 << 29, "cuda": 16 << 30}  # of what a pass computes; larger ones are hardly faster
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Layer, queries ``[Hq, T, d]``, keys and values ``[H, T, d]`` after RoPE, factor of the logits -> ``[Hq, T, d]``."""
@@ -78,6 +82,7 @@ class DenseChunk:
     state: DenseState
     start: int
     scores: Mapping[str, Tensor]
+    _places: dict[tuple[str, int, int], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def compress(self, scorer: str, plan: RetentionPlan, schedule: EvictionSchedule, prompt_len: int) -> DenseState:
         """Keep what a schedule leaves to each head, the best by one of the scorers.
@@ -104,27 +109,82 @@ class DenseChunk:
             window: last tokens of the chunk that are kept.
 
         """
-        count = self.state.num_tokens - self.start
+        head, tail = max(0, sinks - self.start), window
+        ranked = self._places.get((scorer, head, tail))
+        if ranked is None:
+            ranked = places(self.scores[scorer], protect_head=head, protect_tail=tail)
+            self._places[scorer, head, tail] = ranked
         retained = self.state.retained.clone()
-        retained[..., self.start :] = False
-        for layer, scores in enumerate(self.scores[scorer]):
-            keep = counts[layer].tolist()
-            indices = select_tokens(
-                scores,
-                keep,
-                protect_head=max(0, min(sinks - self.start, count)),
-                protect_tail=min(window, count),
-            )
-            for head, own in enumerate(torch.split(indices, keep)):
-                retained[layer, head, self.start + own] = True
+        retained[..., self.start :] = ranked < counts.to(ranked.device)[..., None]
         return DenseState(self.state.keys, self.state.values, retained, self.state.logits)
+
+
+class _Past:
+    """What some rows of a pass read before: the same tokens, of which each row and head retained its own.
+
+    Args:
+        states: of the rows, with the same keys and values.
+
+    """
+
+    def __init__(self, states: Sequence[DenseState]) -> None:
+        self.keys, self.values = states[0].keys, states[0].values
+        self.rows, self.num_tokens = len(states), states[0].num_tokens
+        if self.num_tokens:
+            self.retained = torch.stack([state.retained for state in states], dim=1)  # [L, B, H, t]
+            self.most: list[int] = self.retained.sum(-1).amax((1, 2)).tolist()  # per layer; waits for the device once
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Each KV head's queries attend to what that head retained, then causally to the new tokens.
+
+        Args:
+            layer: index of the layer.
+            query: ``[B, Hq, T, d]``.
+            key: ``[B, H, T, d]``.
+            value: ``[B, H, T, d]``.
+            scale: factor of the logits.
+
+        Returns:
+            ``[B, Hq, T, d]``.
+
+        """
+        num_heads, num_tokens = key.shape[1:3]
+        visible = None
+        if self.num_tokens:
+            before, there = self._retained(layer)
+            key = torch.cat([embedding(before, self.keys[layer].flatten(0, 1)), key], dim=2)
+            value = torch.cat([embedding(before, self.values[layer].flatten(0, 1)), value], dim=2)
+            causal = there.new_ones(num_tokens, num_tokens).tril_().expand(*there.shape[:2], -1, -1)
+            visible = torch.cat([there[:, :, None].expand(-1, -1, num_tokens, -1), causal], dim=-1).flatten(0, 1)
+        # Every KV head of every row is a row of its own, with its query heads.
+        queries = torch.unflatten(query, 1, (num_heads, -1)).flatten(0, 1)  # [B * H, group, T, d]
+        shape = (-1, queries.shape[1], -1, -1)
+        return scaled_dot_product_attention(
+            queries,
+            key.flatten(0, 1)[:, None].expand(shape),
+            value.flatten(0, 1)[:, None].expand(shape),
+            attn_mask=None if visible is None else visible[:, None],
+            is_causal=visible is None,
+            scale=scale,
+        ).reshape(query.shape)
+
+    def _retained(self, layer: int) -> tuple[Tensor, Tensor]:
+        """[B, H, n] where the retained tokens are among those of all heads, side by side, and which of them exist."""
+        retained, most = self.retained[layer], self.most[layer]
+        counts = retained.cumsum(-1)
+        slots = torch.where(retained, counts - 1, most)
+        position = torch.arange(self.num_tokens, device=retained.device).expand_as(slots)
+        # Where a head has fewer tokens than another, the first token stands in and is not looked at.
+        tokens = slots.new_zeros(*slots.shape[:2], most + 1).scatter_(-1, slots, position)[..., :most]
+        first = torch.arange(retained.shape[1], device=retained.device)[:, None] * self.num_tokens
+        return tokens + first, torch.arange(most, device=retained.device) < counts[..., -1:]
 
 
 @dataclass(eq=False)
 class _Pass:
-    """One forward pass of a batch: row b continues ``past[b]``. All rows have the same tokens."""
+    """One forward pass of a batch: row b continues ``states[b]``, which have read equally many tokens."""
 
-    past: Sequence[DenseState]
+    states: Sequence[DenseState]
     scorers: Sequence[Scorer] = ()
     sinks: int = 0
     window: int = 0
@@ -135,46 +195,26 @@ class _Pass:
     values: list[Tensor] = field(default_factory=list)
     scores: list[list[Tensor]] = field(default_factory=list)  # per layer and scorer [H, T], of the only row
 
+    @cached_property
+    def past(self) -> list[_Past]:
+        """Neighbouring rows that read the same attend together."""
+        return [_Past(list(rows)) for _, rows in groupby(self.states, key=lambda state: id(state.keys))]
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[B, Hq, T, d] of queries, [B, H, T, d] of keys and values -> [B, T, Hq, d]."""
         self.keys.append(key)
         self.values.append(value)
         if self.scorers:
             hidden = self.inputs[layer][0] if layer in self.inputs else None
-            start = self.past[0].num_tokens
+            start = self.states[0].num_tokens
             context = ChunkContext(self.sinks, self.window, scale, start, layer, self.rope, hidden)
             q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
             self.scores.append([scorer.score(q, k, v, context) for scorer in self.scorers])
         if self.attention is not None:
             return self.attention(layer, query[0], key[0], value[0], scale)[None].transpose(1, 2)
-        rows = zip(self.past, query, key, value, strict=True)
-        return torch.stack([_attend_row(state, layer, q, k, v, scale) for state, q, k, v in rows]).transpose(1, 2)
-
-
-def _attend_row(state: DenseState, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Each KV head's queries attend to what that head retained, then causally to the new tokens: [Hq, T, d]."""
-    num_heads, num_tokens, head_dim = key.shape
-    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=key.device).tril_()
-    attended = []
-    for head, own in enumerate(query.view(num_heads, -1, num_tokens, head_dim)):
-        k, v, visible = key[head], value[head], None
-        if state.num_tokens:
-            retained = state.retained[layer, head]
-            past = state.keys[layer][head][retained]
-            k, v = torch.cat([past, k]), torch.cat([state.values[layer][head][retained], v])
-            visible = torch.cat([causal.new_ones(num_tokens, len(past)), causal], dim=1)
-        shape = (1, len(own), -1, -1)
-        attended.append(
-            scaled_dot_product_attention(
-                own[None],
-                k.expand(shape),
-                v.expand(shape),
-                attn_mask=visible,
-                is_causal=visible is None,
-                scale=scale,
-            )[0]
-        )
-    return torch.cat(attended)
+        rows = [past.rows for past in self.past]
+        parts = zip(self.past, *(torch.split(tensor, rows) for tensor in (query, key, value)), strict=True)
+        return torch.cat([past.attend(layer, q, k, v, scale) for past, q, k, v in parts]).transpose(1, 2)
 
 
 def _attention(
@@ -273,7 +313,7 @@ class DenseModel:
         with ExitStack() as stack:
             if "hidden" in needs:
                 step.inputs = stack.enter_context(attention_inputs(self._model))
-            logits = self._forward(step, ids, 1)[0, -1]
+            logits = self._forward(step, torch.tensor([list(ids)]), 1)[0, -1].float()
         names = [scorer.name for scorer in scorers]
         scores = {name: torch.stack([layer[i] for layer in step.scores]) for i, name in enumerate(names)}
         return DenseChunk(_extended(after, step, len(ids), logits), after.num_tokens, scores)
@@ -287,7 +327,7 @@ class DenseModel:
             start: position of the first token.
 
         """
-        self._forward(_Pass((), attention=attention), ids, 1, start)
+        self._forward(_Pass((), attention=attention), torch.tensor([list(ids)]), 1, start)
 
     @property
     def module(self) -> Any:
@@ -313,27 +353,65 @@ class DenseModel:
     def score_answer(
         self, states: Sequence[DenseState], question: Sequence[int], answer: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """How likely an answer is after a question; both retain all of their tokens.
+        """`score_answers` of one question."""
+        (result,) = self.score_answers(states, [(question, answer)])
+        return result
+
+    def score_answers(
+        self, states: Sequence[DenseState], questions: Sequence[tuple[Sequence[int], Sequence[int]]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """How likely the answers to questions are, each asked for itself; both retain all of their tokens.
 
         Args:
-            states: what was read before, one a row of the result.
-            question: tokens, maybe none.
-            answer: tokens, at least one.
+            states: what was read before, B of them, equally many tokens each; those of one context should be
+                neighbours, as they attend together.
+            questions: tokens of each question, maybe none, and of its answer, at least one.
 
         Returns:
-            ``[B, A]`` float32 log-probabilities of the answer's tokens, and ``[B, A]`` bool: is it the most likely
-            token? If all are, greedy decoding gives this answer.
+            For every question ``[B, A]`` float32 log-probabilities of the answer's tokens, and ``[B, A]`` bool: is it
+            the most likely token? If all are, greedy decoding gives this answer.
 
         """
-        ids = [*question, *answer[:-1]]
-        logits = self._forward(_Pass(states), ids, min(len(ids), len(answer))) if ids else None
-        if not question:
-            first = torch.stack([state.logits for state in states])[:, None]
-            logits = first if logits is None else torch.cat([first, logits], dim=1)
-        assert logits is not None
-        wanted = torch.tensor(answer, device=logits.device).expand(len(states), -1)
-        chosen = logits.gather(-1, wanted[..., None])[..., 0]
-        return chosen - logits.logsumexp(dim=-1), logits.argmax(dim=-1) == wanted
+        texts = [[*question, *answer[:-1]] for question, answer in questions]
+        longest = max(map(len, texts))
+        first = max(0, min(len(question) for question, _ in questions) - 1)  # whose next token is asked for
+        logits = None
+        if longest:
+            # What fills up a shorter text comes after all that is asked of it.
+            ids = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+            step = _Pass([state for state in states for _ in questions])
+            logits = self._forward(step, ids.repeat(len(states), 1), longest - first)
+            logits = torch.unflatten(logits, 0, (len(states), -1))  # [B, questions, longest - first, vocabulary]
+        results = []
+        for number, ((question, answer), text) in enumerate(zip(questions, texts, strict=True)):
+            parts = [] if question else [torch.stack([state.logits for state in states])[:, None]]
+            if text:
+                assert logits is not None
+                parts.append(logits[:, number, max(0, len(question) - 1) - first : len(text) - first])
+            own = torch.cat(parts, dim=1).float()
+            wanted = torch.tensor(answer, device=own.device).expand(len(states), -1)
+            chosen = own.gather(-1, wanted[..., None])[..., 0]
+            results.append((chosen - own.logsumexp(dim=-1), own.argmax(dim=-1) == wanted))
+        return results
+
+    def states_per_pass(self, past: int, questions: Sequence[tuple[Sequence[int], Sequence[int]]]) -> int:
+        """How many states `score_answers` may be given at once, at least one, so that memory stays in bounds.
+
+        Args:
+            past: tokens that the states have read.
+            questions: see `score_answers`.
+
+        """
+        config, size = self._model.config.get_text_config(), self._model.dtype.itemsize
+        new = max(len(question) + len(answer) for question, answer in questions)
+        asked = max(len(answer) for _, answer in questions)
+        head_dim = int(self.fingerprint["head_dim"])
+        row = asked * self.vocab_size * (size + 2 * 4)  # logits, and float32 copies of them
+        # Of one layer, twice where they are put together: keys and values, and the mask, of bytes and then of numbers.
+        row += self.num_kv_heads * (past + new) * (4 * head_dim * size + new * (1 + size))
+        row += new * (self.num_layers * 2 * self.num_kv_heads * head_dim + 4 * config.intermediate_size) * size
+        limit = _PASS_BYTES.get(self.device.type, _PASS_BYTES["cpu"])
+        return max(1, limit // (row * len(questions)))
 
     def generate(self, state: DenseState, count: int) -> list[int]:
         """The ``count`` next tokens by greedy decoding, end of text or not."""
@@ -341,22 +419,24 @@ class DenseModel:
         while len(ids) < count:
             ids.append(int(state.logits.argmax()))
             step = _Pass([state])
-            state = _extended(state, step, 1, self._forward(step, ids[-1:], 1)[0, -1])
+            state = _extended(state, step, 1, self._forward(step, torch.tensor([ids[-1:]]), 1)[0, -1].float())
         return ids
 
     @torch.inference_mode()
-    def _forward(self, step: _Pass, ids: Sequence[int], last: int, start: int | None = None) -> Tensor:
-        """Logits [B, last, vocabulary] float32 after each of the last tokens."""
+    def _forward(self, step: _Pass, ids: Tensor, last: int, start: int | None = None) -> Tensor:
+        """Logits [B, last, vocabulary], in the model's type, after each of the last tokens of ids [B, T]."""
         device = self._model.device
-        start = step.past[0].num_tokens if start is None else start
-        output = self._model(
-            input_ids=torch.tensor(ids, device=device).expand(max(1, len(step.past)), -1),
-            position_ids=torch.arange(start, start + len(ids), device=device)[None],
-            use_cache=False,
-            logits_to_keep=last,
-            dense=step,
-        )
-        return output.logits.float()
+        start = step.states[0].num_tokens if start is None else start
+        with sdpa_kernel(_KERNELS):
+            output = self._model(
+                input_ids=ids.to(device),
+                position_ids=torch.arange(start, start + ids.shape[1], device=device)[None],
+                use_cache=False,
+                logits_to_keep=last,
+                dense=step,
+            )
+        logits: Tensor = output.logits
+        return logits
 
 
 def _extended(state: DenseState, step: _Pass, count: int, logits: Tensor) -> DenseState:
@@ -364,7 +444,7 @@ def _extended(state: DenseState, step: _Pass, count: int, logits: Tensor) -> Den
 
     def appended(past: tuple[Tensor, ...], new: list[Tensor]) -> tuple[Tensor, ...]:
         if not past:
-            return tuple(b[0] for b in new)
+            return tuple(b[0].contiguous() for b in new)
         return tuple(torch.cat([a, b[0]], dim=1) for a, b in zip(past, new, strict=True))
 
     retained = torch.cat([state.retained, state.retained.new_ones(*state.retained.shape[:2], count)], dim=-1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
+import torch
 from torch import Tensor
 
 from vllm_tangram.budget import EvictionSchedule, RetentionPlan, RetentionProfile
@@ -17,11 +18,10 @@ from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.eval.baselines import adakv_counts, dynamic_counts
 from vllm_tangram.eval.dense import DenseChunk, DenseModel, DenseState
-from vllm_tangram.eval.settings import REFERENCE, Setting
+from vllm_tangram.eval.settings import FULL, REFERENCE, Setting
 from vllm_tangram.eval.tasks import Case
 
-_ROWS = 8  # settings that answer in one pass; more need more memory and are hardly faster
-_LOGITS = 1 << 27  # of all rows of a pass, at once (512 MiB)
+_SERVED = ("profile", "uniform")  # budgets that engines have
 
 Oracle = Callable[[DenseModel, Sequence[int]], Tensor]
 """Scores of a whole context that no engine could have while it reads it: tokens -> ``[L, H, T]`` float32."""
@@ -112,32 +112,32 @@ class Evaluation:
 
         """
         states = self._compressed(case.context)
-        longest = max(len(question.answer) for question in case.questions)
-        rows = max(1, min(_ROWS, _LOGITS // (longest * self.model.vocab_size)))
+        questions = [(question.prompt, question.answer) for question in case.questions]
+        count = self.model.states_per_pass(len(case.context), questions)
         answers = []
-        while batch := list(islice(states, rows)):
-            for question in case.questions:
-                logprobs, hits = self.model.score_answer(
-                    [state for *_, state in batch], question.prompt, question.answer
-                )
+        while batch := list(islice(states, count)):
+            kept = torch.stack([state.retained.float().mean() for *_, state in batch]).tolist()
+            results = self.model.score_answers([state for *_, state in batch], questions)
+            for question, (logprobs, hits) in zip(case.questions, results, strict=True):
+                figures = zip(batch, kept, hits.sum(-1).tolist(), logprobs.mean(-1).tolist(), strict=True)
                 answers += [
                     Answer(
                         length=length,
                         case=number,
                         question=question.label,
                         setting=setting,
-                        held=held,
-                        kept=float(state.retained.float().mean()),
+                        held=share if held is None else held,
+                        kept=share,
                         tokens=len(question.answer),
-                        hits=int(hit.sum()),
-                        logprob=float(logprob.mean()),
+                        hits=hit,
+                        logprob=logprob,
                     )
-                    for (setting, held, state), logprob, hit in zip(batch, logprobs, hits, strict=True)
+                    for (setting, held, _), share, hit, logprob in figures
                 ]
         return answers
 
-    def _compressed(self, ids: Sequence[int]) -> Iterator[tuple[Setting, float, DenseState]]:
-        """Every setting, the memory it holds and what it leaves of a prompt."""
+    def _compressed(self, ids: Sequence[int]) -> Iterator[tuple[Setting, float | None, DenseState]]:
+        """Every setting, the memory it holds (None: as much as it keeps) and what it leaves of a prompt."""
         config, in_chunks = self.config, self.chunked and len(ids) > self.config.chunk_size
         known = {name: oracle(self.model, ids) for name, oracle in self._oracles.items()}
         scorers = [] if in_chunks else list(self._scorers.values())
@@ -147,14 +147,13 @@ class Evaluation:
             if setting == REFERENCE:
                 yield setting, 1.0, whole.state
                 continue
-            plan = self._plan(setting, len(ids))
+            plan = self._plan(self._planned(setting), -(-len(ids) // DEFAULT_BLOCK_SIZE))
             schedule = plan.schedule(setting.retention)
             if in_chunks:
                 state = self._prefill(ids, setting, plan, schedule, known)
             else:
                 state = self._compress(whole, setting, plan, schedule, len(ids))
-            engines = setting.budgets in ("profile", "uniform")
-            yield setting, plan.held_fraction(len(ids)) if engines else float(state.retained.float().mean()), state
+            yield setting, plan.held_fraction(len(ids)) if setting.budgets in _SERVED else None, state
 
     def _prefill(
         self,
@@ -179,7 +178,7 @@ class Evaluation:
         self, chunk: DenseChunk, setting: Setting, plan: RetentionPlan, schedule: EvictionSchedule, prompt_len: int
     ) -> DenseState:
         """Keep what the setting leaves to each head; the baselines share out what the plan holds in all."""
-        if setting.budgets in ("profile", "uniform"):
+        if setting.budgets in _SERVED:
             return chunk.compress(setting.scorer, plan, schedule, prompt_len)
         end, sinks, window = chunk.state.num_tokens, self.config.sinks, self.config.window
         static = schedule.lengths(end, prompt_len) - schedule.lengths(chunk.start, prompt_len)
@@ -190,11 +189,15 @@ class Evaluation:
         counts = share_out(scores, total, protect_head=protect_head, protect_tail=protect_tail)
         return chunk.keep(setting.scorer, counts, sinks=sinks, window=window)
 
-    def _build_plan(self, setting: Setting, tokens: int) -> RetentionPlan:
-        config = self.config
+    def _planned(self, setting: Setting) -> Setting:
+        """The setting with the same plan, one for all that share it."""
+        profiled = setting.budgets != "uniform" and (setting.budgets == "profile" or setting.scorer in self.profiles)
+        return replace(setting, budgets="profile") if profiled else replace(setting, scorer=FULL, budgets="uniform")
+
+    def _build_plan(self, setting: Setting, blocks: int) -> RetentionPlan:
+        config, tokens = self.config, blocks * DEFAULT_BLOCK_SIZE
         if not self.chunked:
-            chunk_size = -(-tokens // DEFAULT_BLOCK_SIZE) * DEFAULT_BLOCK_SIZE
-            config = config.model_copy(update={"chunk_size": chunk_size})
+            config = config.model_copy(update={"chunk_size": tokens})
         profile = self.profiles.get(setting.scorer)
         return plan_of(setting, config, profile, (self.model.num_layers, self.model.num_kv_heads), tokens)
 

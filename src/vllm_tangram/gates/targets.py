@@ -9,7 +9,7 @@ queries i of the pass (instruction, chunk) and all query heads g of KV head h:
 
 What the layers compute is attention to the whole text; only the scores leave the other chunks out. Two passes over the
 text, so this is for evaluation and for training gates. Logits are float32 and made a block of queries at a time:
-``_BLOCK`` numbers (4 MiB) at most, beside the KV of the text and of one pass.
+``_BLOCK`` numbers at most, beside the KV of the text and of one pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_tangram.eval.dense import DenseModel, DenseState
 
 REPEAT_CHUNK = 2048
 _NAMED = 8  # first tokens of a chunk by which the instruction names it
-_BLOCK = 1 << 20
+_BLOCK = {"cpu": 1 << 20, "cuda": 1 << 28}  # numbers: 4 MiB, which caches hold, and 1 GiB
 _FIRST = "\n\nRepeat the text above exactly."
 _LATER = "\n\nRepeat exactly the part of the text above that starts with: "
 
@@ -56,11 +56,11 @@ def kvzip_scores(
     for start in range(min(sinks, len(ids)), len(ids), chunk):
         end = min(start + chunk, len(ids))
         repeat = _Repeat(state, scores, sinks, start, end)
-        model.run(_repeat_ids(model.tokenizer, ids[start:end], first=start <= sinks), repeat.attend, start=len(ids))
+        model.run(repeat_ids(model.tokenizer, ids[start:end], first=start <= sinks), repeat.attend, start=len(ids))
     return scores
 
 
-def _repeat_ids(tokenizer: object, chunk: Sequence[int], *, first: bool) -> list[int]:
+def repeat_ids(tokenizer: object, chunk: Sequence[int], *, first: bool) -> list[int]:
     """Instruction and answer of one pass."""
 
     def encode(text: str) -> list[int]:
@@ -79,33 +79,28 @@ class _Repeat:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Attend to the whole text and, causally, to the pass, see `Attention`."""
-        attended = []
-        for head, queries in enumerate(query.view(len(key), -1, *query.shape[1:])):
-            keys = torch.cat([self.state.keys[layer][head], key[head]]).float()
-            values = torch.cat([self.state.values[layer][head], value[head]]).float()
-            output, largest = self._attend_head(queries.float() * scale, keys, values)
-            attended.append(output)
-            self.scores[layer, head, self.start : self.end] = largest
-        return torch.cat(attended).to(query.dtype)
-
-    def _attend_head(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries ``[group, T, d]``, keys and values ``[t + T, d]`` -> ``[group, T, d]`` and scores ``[chunk]``."""
-        group, num_queries, _ = query.shape
-        past = len(key) - num_queries
+        keys = torch.cat([self.state.keys[layer], key], dim=1).float()  # [H, t + T, d]
+        values = torch.cat([self.state.values[layer], value], dim=1).float()
+        queries = torch.unflatten(query, 0, (len(key), -1)).float() * scale  # [H, group, T, d]
+        num_heads, group, num_queries, _ = queries.shape
+        past = keys.shape[1] - num_queries
         partial = self.end - self.start + self.sinks < past
-        largest = key.new_zeros(self.end - self.start)
+        largest = keys.new_zeros(num_heads, self.end - self.start)
         outputs = []
-        rows = max(1, _BLOCK // (group * len(key)))
+        rows = max(1, _BLOCK.get(keys.device.type, _BLOCK["cpu"]) // (num_heads * group * keys.shape[1]))
         for first in range(0, num_queries, rows):
             last = min(first + rows, num_queries)
-            logits = query[:, first:last] @ key[: past + last].T  # [group, rows, keys that any of them sees]
-            future = torch.ones(last - first, last - first, dtype=torch.bool, device=key.device).triu_(1)
+            seen = past + last  # keys that any of these queries sees
+            own = queries[:, :, first:last]
+            logits = (own.flatten(1, 2) @ keys[:, :seen].mT).view(num_heads, group, last - first, seen)
+            future = torch.ones(last - first, last - first, dtype=torch.bool, device=keys.device).triu_(1)
             logits[..., past + first :].masked_fill_(future, float("-inf"))
             weights = logits.softmax(dim=-1)
-            outputs.append(weights @ value[: past + last])
-            own = weights[..., self.start : self.end]
+            outputs.append((weights.flatten(1, 2) @ values[:, :seen]).view_as(own))
+            repeated = weights[..., self.start : self.end]
             if partial:  # a softmax over fewer keys is the same weights over their sum
-                total = weights[..., : self.sinks].sum(-1) + own.sum(-1) + weights[..., past:].sum(-1)
-                own = own / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
-            largest = torch.maximum(largest, own.amax(dim=(0, 1)))
-        return torch.cat(outputs, dim=1), largest
+                total = weights[..., : self.sinks].sum(-1) + repeated.sum(-1) + weights[..., past:].sum(-1)
+                repeated = repeated / total.clamp_min(torch.finfo(total.dtype).tiny)[..., None]
+            largest = torch.maximum(largest, repeated.amax(dim=(1, 2)))
+        self.scores[layer, :, self.start : self.end] = largest
+        return torch.cat(outputs, dim=2).flatten(0, 1).to(query.dtype)

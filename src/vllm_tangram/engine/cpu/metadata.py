@@ -131,6 +131,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
                 request,
                 prompt_len=int(runner.input_batch.num_prompt_tokens[request]),
                 chunk_size=runner.plan.config.chunk_size,
+                known=runner.known.of(int(slots[request])),
             )
         ]
         return HeadGroupMetadata(runner.page_table, decodes, tuple(self._rows(chunks, slots)), runner.observer)

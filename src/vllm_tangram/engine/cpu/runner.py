@@ -17,9 +17,10 @@ from vllm_tangram.engine.check import PLANNED, Planned
 from vllm_tangram.engine.cpu.attention import HeadGroupCPUAttention, HeadGroupCPUBackend
 from vllm_tangram.engine.cpu.generator import RewindableGenerator
 from vllm_tangram.engine.host import SpillingRunner
+from vllm_tangram.engine.known import KnownPrompts
 from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.scoring import LayerScorer
-from vllm_tangram.engine.setup import groups_of, plan_of, staging_pages
+from vllm_tangram.engine.setup import groups_of, plan_of, rank_of, staging_pages
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.table import PageTable, compile_kernels
 
@@ -39,6 +40,7 @@ class TangramCPUModelRunner(SpillingRunner, CPUModelRunner):
         first_staging_block: first one-head block of the staging pages, which lie behind the pool in the same tensor.
         last_staging_block: one past the last.
         plan: what each head may keep.
+        known: scores of documents, and which requests begin with them, by slot.
         observer: records scores while a profile is made.
         planned: what the scheduler says that requests hold in this step, if it checks that.
 
@@ -46,6 +48,7 @@ class TangramCPUModelRunner(SpillingRunner, CPUModelRunner):
 
     page_table: PageTable
     plan: RetentionPlan
+    known: KnownPrompts
     planned: dict[str, Planned] | None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -64,6 +67,7 @@ class TangramCPUModelRunner(SpillingRunner, CPUModelRunner):
             )
         plan = self.plan = plan_of(self.vllm_config)
         groups = groups_of(self.vllm_config)
+        self.known = KnownPrompts.load(plan, rank_of(self.vllm_config), self.device)
 
         def implement(index: int, stock: Any, scorer: LayerScorer) -> HeadGroupCPUAttention:
             return HeadGroupCPUAttention(
@@ -131,6 +135,7 @@ class TangramCPUModelRunner(SpillingRunner, CPUModelRunner):
         for request_id in (self._slot_of.keys() - set(present)) | (self._slot_of.keys() & renewed):
             slot = self._slot_of.pop(request_id)
             self.page_table.close(slot)
+            self.known.close(slot)
             self._free_slots.append(slot)
         for request_id in present:
             if request_id not in self._slot_of:
@@ -138,6 +143,7 @@ class TangramCPUModelRunner(SpillingRunner, CPUModelRunner):
                 request = self.requests[request_id]
                 retention = retention_of(self.plan.config, request.sampling_params)
                 self.page_table.open(slot, request.num_prompt_tokens, self.plan.schedule(retention).kept)
+                self.known.open(slot, request.prompt_token_ids, adapted=request.lora_request is not None)
         self._begin_seeded_draws()
         return result
 

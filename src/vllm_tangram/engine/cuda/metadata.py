@@ -173,6 +173,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
                     num_decodes + row,
                     prompt_len=int(runner.req_states.prompt_len.np[slot]),
                     chunk_size=runner.plan.config.chunk_size,
+                    known=runner.known.of(slot),
                 )
             ]
             for row, (slot, first, end) in enumerate(

@@ -16,9 +16,10 @@ from vllm_tangram.engine.admission import retention_of
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention, HeadGroupCUDABackend
 from vllm_tangram.engine.cuda.splits import DecodeSplits
 from vllm_tangram.engine.host import SpillingRunner
+from vllm_tangram.engine.known import KnownPrompts
 from vllm_tangram.engine.layers import adopt_layers
 from vllm_tangram.engine.scoring import LayerScorer
-from vllm_tangram.engine.setup import MAX_RETENTIONS, groups_of, plan_of
+from vllm_tangram.engine.setup import MAX_RETENTIONS, groups_of, plan_of, rank_of
 from vllm_tangram.engine.spec import HeadGroupSpec
 from vllm_tangram.pages.device import DevicePages
 
@@ -43,6 +44,7 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
         pages: finds the pages of the requests that this worker knows.
         requests: ``[max_num_reqs]`` int32 on the device, slot of each batch row, -1 where there is no request.
         schedules: by slot.
+        known: scores of documents, and which requests begin with them, by slot.
         splits: how decode attention is split over the device.
         observer: records scores while a profile is made.
 
@@ -51,6 +53,7 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
     plan: RetentionPlan
     pages: DevicePages
     splits: DecodeSplits
+    known: KnownPrompts
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -90,6 +93,7 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         plan = self.plan = plan_of(self.vllm_config)
+        self.known = KnownPrompts.load(plan, rank_of(self.vllm_config), self.device)
 
         def implement(index: int, stock: Any, scorer: LayerScorer) -> HeadGroupCUDAAttention:
             return HeadGroupCUDAAttention(stock, index=index, heads=self.heads[index], scorer=scorer)
@@ -136,12 +140,14 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
             schedule = self.plan.schedule(retention_of(self.plan.config, new.sampling_params))
             self.schedules[slot] = schedule
             self.pages.open(slot, new.prompt_len, schedule)
+            self.known.open(slot, new.prompt_token_ids, adapted=new.lora_request is not None)
 
     def _remove_request(self, req_id: str) -> bool:
         slot = self.req_states.req_id_to_index.get(req_id)
         if slot is not None:
             self.pages.close(slot)
             self.schedules.pop(slot, None)
+            self.known.close(slot)
         return bool(super()._remove_request(req_id))
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:

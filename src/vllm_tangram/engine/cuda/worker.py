@@ -39,8 +39,11 @@ class TangramGPUWorker(ProfilingWorker, SpillingWorker, Worker):
         return super().compile_or_warm_up_model()
 
     def determine_available_memory(self) -> int:
-        """What vLLM would give the KV cache, less our tables; memory that the user states goes to pages alone."""
+        """What vLLM would give the KV cache, less our tables and the scores of documents.
+
+        Memory that the user states goes to pages alone.
+        """
         available = int(super().determine_available_memory())
         if self.cache_config.kv_cache_memory_bytes:
             return available
-        return available - self.model_runner.table_bytes()
+        return available - self.model_runner.table_bytes() - self.model_runner.known.num_bytes
