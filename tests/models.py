@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,4 +48,12 @@ def make_checkpoint(folder: Path, model_type: str = "llama", **options: Any) -> 
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def copy_without_weights(model: Path, folder: Path, **changes: Any) -> Path:
+    """A model's files in a new folder, with changes to its config.json and no weights."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
     return folder

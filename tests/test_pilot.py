@@ -91,7 +91,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
         load_samples(path)
 
 
-@pytest.mark.parametrize(("content", "problem"), [("\n \n", "has no samples"), (b"\xff\xfe", "cannot read")])
+@pytest.mark.parametrize(("content", "problem"), [("\n \n", "has no samples"), (b"\xff\xfe", "cannot be read")])
 def test_a_useless_file_is_named(tmp_path: Path, content: str | bytes, problem: str) -> None:
     with pytest.raises(TangramError, match=problem):
         load_samples(write(tmp_path, content))

@@ -14,6 +14,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from vllm_tangram.errors import TangramError
+from vllm_tangram.json_lines import read_json_lines
 
 MIN_CHARACTERS = 14_000
 """Least length of a pilot text: well over 2048 tokens with the tokenisers of current models."""
@@ -83,12 +84,12 @@ def load_samples(path: str | Path) -> list[Sample]:
         TangramError: names the file, and the line where one is wrong.
 
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TangramError(f"cannot read samples from {path}: {error}") from None
-    domain = Path(path).name.split(".")[0] or Path(path).name
-    samples = [_sample(line, domain, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    path = Path(path)
+    domain = path.name.split(".")[0] or path.name
+    samples = [
+        Sample(_text_of(record, where), _text(record.get("domain", domain), "domain", where))
+        for where, record in read_json_lines(path, "samples")
+    ]
     if not samples:
         raise TangramError(f'{path} has no samples; write one JSON object a line, such as {{"text": "..."}}')
     return samples
@@ -104,16 +105,6 @@ def mixture(samples: Iterable[Sample], most: int) -> list[Sample]:
         domains.setdefault(sample.domain, []).append(sample)
     rounds = zip_longest(*domains.values())
     return [sample for one_of_each in rounds for sample in one_of_each if sample is not None][:most]
-
-
-def _sample(line: str, domain: str, where: str) -> Sample:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise TangramError(f"{where}: not valid JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise TangramError(f"{where}: expected a JSON object, got {type(record).__name__}")
-    return Sample(_text_of(record, where), _text(record.get("domain", domain), "domain", where))
 
 
 def _text_of(record: dict[str, Any], where: str) -> str:

@@ -105,7 +105,7 @@ def length(turns: tuple[Turn, ...]) -> int:
     ("line", "message"),
     [
         ("{", "Expecting property name"),
-        ("[]", "not a JSON object"),
+        ("[]", "expected a JSON object"),
         ("{}", "no 'history'"),
         ('{"history": {}}', "history must be a list of turns"),
         ('{"history": []}', "history must have a turn"),

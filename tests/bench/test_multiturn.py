@@ -262,7 +262,7 @@ def test_lengths_at_any_scale(tmp_path: Path, scale: float) -> None:
     ("text", "message"),
     [
         ("{", "Expecting property name"),
-        ("7", "not a JSON object"),
+        ("7", "expected a JSON object, got int"),
         ('{"timestamp": 1, "input_length": 5, "hash_ids": [1]}', "no 'output_length'"),
         (line(-1, 5, 5, 1), "must be numbers, 0 or more"),
         (line(float("nan"), 5, 5, 1), "must be numbers, 0 or more"),

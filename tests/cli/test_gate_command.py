@@ -115,7 +115,7 @@ def test_convert(wide: Path, tmp_path: Path) -> None:
     [
         (["-o", "no/such/folder/g"], "--output no/such/folder/g cannot be written: No such file"),
         (["-o", "."], "--output . is not a regular file"),
-        (["-o", "g", "--data", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
+        (["-o", "g", "--data", "bad.jsonl"], "samples: bad.jsonl, line 2: not valid JSON"),
         (["-o", "g", "--data", "few.jsonl"], "1 texts are too few to train a gate"),
         (["-o", "g", "--device", "cuda:9"], "--device cuda:9 cannot be used"),
     ],

@@ -135,9 +135,9 @@ def test_plot(profile: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "four"], "--tokens: 'four' is not a prompt length"),
+        (["--tokens", "four"], "--tokens: 'four' is no number; give some such as 4096,16k"),
         (["--tokens", "0"], "--tokens: '0'"),
-        (["--tokens", "1k,,2k"], "--tokens: ''"),
+        (["--tokens", "1k,,2k"], "--tokens: '1k,,2k' names nothing, or has one comma too many"),
         (["--retention", "1.5"], "--retention: "),
         (["--page-group-size", "19"], "--page-group-size must be from 1 to 18"),
         (["--block-size", "48"], "must be a multiple of --block-size (48)"),

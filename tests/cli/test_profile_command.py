@@ -108,7 +108,7 @@ def test_built_in_texts_are_as_long_as_asked_for(tmp_path: Path, calls: list[dic
         (["-o", "no/such/folder/p"], "--output no/such/folder/p cannot be written: No such file"),
         (["-o", "."], "--output . is not a regular file"),
         (["-o", "/dev/null"], "--output /dev/null is not a regular file"),
-        (["-o", "p", "--samples", "bad.jsonl"], "bad.jsonl, line 2: not valid JSON"),
+        (["-o", "p", "--samples", "bad.jsonl"], "samples: bad.jsonl, line 2: not valid JSON"),
         (["-o", "p", "--scorer", "tarot"], "--scorer: unknown scorer 'tarot'"),
         (["-o", "p", "--max-tokens", "100"], "--max-tokens 100 leaves nothing to choose from"),
     ],

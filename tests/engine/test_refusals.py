@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import psutil
 import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from tests.models import LATENT_ATTENTION, SLIDING_WINDOW
+from tests.models import LATENT_ATTENTION, SLIDING_WINDOW, copy_without_weights
 
 import vllm_tangram
 from vllm_tangram.engine import compat
@@ -95,19 +94,8 @@ def test_a_check_that_is_neither_on_nor_off(embedded: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def model_like(embedded: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A model folder with another config.json, and no weights."""
-
-    def make(**changes: Any) -> Path:
-        folder = tmp_path / "model"
-        folder.mkdir()
-        for file in embedded.iterdir():
-            if file.suffix != ".safetensors":
-                shutil.copy(file, folder)
-        config = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps(config))
-        return folder
-
-    return make
+    """The embedded model's folder with another config.json, and no weights."""
+    return partial(copy_without_weights, embedded, tmp_path / "model")
 
 
 def test_heads_that_ranks_cannot_share(model_like: Callable[..., Path]) -> None:

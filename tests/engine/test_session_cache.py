@@ -66,10 +66,13 @@ class Cache:
         assert found is not None
         self.cache.used(found.longest)
 
-    def begin(self, text: str) -> None:
+    def begin(self, text: str) -> Pages:
+        """A request begins with what is in the pool of it."""
         found = self.cache.find([self.key(text)])
         assert found is not None
-        self.cache.began_with(found.longest)
+        pages = Pages(found.pages)
+        self.cache.began_with(found.longest, pages)
+        return pages
 
     def known(self) -> set[str]:
         self.cache.expire()
@@ -133,6 +136,23 @@ def test_beginning_with_a_state_is_a_use_of_all_that_it_extends() -> None:
     assert made.known() == {"a", "ab"}
     made.now += TTL - 1
     assert made.known() == set()
+
+
+def test_what_a_request_begins_with_shares_its_page_list() -> None:
+    """As far as it is in these very pages; or every turn of a conversation would leave a list behind."""
+    made = Cache()
+    made.say("abc")
+    whole = made.say("xyz")
+    first, second = made.say("s"), made.say("st")  # two requests computed the same beginning
+    begun, other = made.begin("ab"), made.begin("st")
+    lists = {checkpoint.key[0].decode(): checkpoint.pages for checkpoint in made.cache.checkpoints()}
+    assert lists["a"] is lists["ab"] is begun
+    assert lists["abc"] is not begun
+    assert lists["abc"][:2] == begun
+    assert lists["xyz"] is lists["x"] is whole
+    assert (lists["s"], lists["st"]) == (first, second)
+    assert lists["s"] is first
+    assert lists["st"] is other
 
 
 def test_what_a_request_holds_is_in_use() -> None:
@@ -438,7 +458,7 @@ class _Core:
             return [{"id": "1" * 16}]
         assert method == DROP
         [ids] = args
-        return (3, []) if ids is None else (0, ids) if ids == ["unknown"] else (len(ids), [])
+        return (3, []) if ids is None else (1, []) if ids == ["abc"] else (0, ids)
 
 
 def client(**args: Any) -> TestClient:
@@ -463,6 +483,12 @@ def test_endpoints() -> None:
     refused = http.delete("/v1/tangram/sessions/unknown")
     assert refused.status_code == 404
     assert refused.json()["error"]["message"].startswith("there is no session unknown")
+
+
+@pytest.mark.parametrize("path", ["/", "//", "/abc/", "/%2F", "/abc/def"])
+def test_dropping_what_is_no_id_drops_nothing(path: str) -> None:
+    """Least of all everything, by a redirect to the route without an id, which clients follow."""
+    assert client().delete(f"/v1/tangram/sessions{path}", follow_redirects=True).status_code == 404
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])

@@ -238,7 +238,7 @@ def reference(dense: DenseModel, case: Case, number: int) -> list[bool]:
         (["--budgets", "equal"], "--budgets"),
         (["--retentions", "2"], "--retention"),
         (["--retentions", "half"], "--retentions"),
-        (["--lengths", "1k"], "--lengths"),
+        (["--lengths", "long"], "--lengths"),
         (["--scorers", "snapkv", "--profile-dir", "."], "has 0 profiles"),
         (["--data", "missing.txt", "--budgets", "uniform"], "--data"),
         (["--lengths", "2100", "--budgets", "uniform"], "the model takes 2048"),

@@ -128,7 +128,7 @@ def test_too_short_files(dense: DenseModel, tmp_path: Path) -> None:
         list(line_cases(Request(dense.tokenizer, 100, 1, path)))
     packed = tmp_path / "cut.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes())[:-20])
-    with pytest.raises(TangramError, match="--data: cannot read"):
+    with pytest.raises(TangramError, match=r"--data: .*cannot be read"):
         list(line_cases(Request(dense.tokenizer, 1000, 40, packed)))
 
 

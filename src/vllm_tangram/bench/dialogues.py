@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from vllm_tangram.bench.sizing import model_options
-from vllm_tangram.bench.traffic import read_lines
+from vllm_tangram.bench.traffic import read_records
 from vllm_tangram.bench.ttft import Due
 from vllm_tangram.errors import TangramError
 
@@ -100,7 +99,7 @@ def read_dialogues(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int, l
     if not tokenizer.chat_template:
         raise TangramError("--dialogues: the model has no chat template to lay around a user's turn")
     file = _file_of(path)
-    histories = list(read_lines("--dialogues", file, _history))
+    histories = list(read_records("--dialogues", file, _history))
     Random(0).shuffle(histories)
     chosen: list[tuple[Turn, ...]] = []
     left = limit
@@ -146,11 +145,8 @@ def _file_of(path: Path) -> Path:
     return files[0]
 
 
-def _history(line: str) -> list[tuple[str, str]]:
+def _history(given: dict[str, Any]) -> list[tuple[str, str]]:
     """(User's text, answer) of every turn; KeyError, TypeError or ValueError if it is no dialogue."""
-    given = json.loads(line)
-    if not isinstance(given, dict):
-        raise TypeError("not a JSON object")
     history = given["history"]
     if not isinstance(history, list) or not all(isinstance(turn, dict) for turn in history):
         raise TypeError("history must be a list of turns")

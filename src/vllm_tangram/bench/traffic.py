@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +13,9 @@ from typing import Any, Protocol, TypeVar
 from vllm_tangram.bench.serving import random_prompt
 from vllm_tangram.bench.ttft import Due
 from vllm_tangram.errors import TangramError
+from vllm_tangram.json_lines import read_json_lines
 
-_Line = TypeVar("_Line")
+_Record = TypeVar("_Record")
 _TRACE_BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
 
 
@@ -193,7 +191,7 @@ def read_trace(path: Path, scale: float, speed: float, limit: int, longest: int)
     """
     block_tokens = max(round(scale * _TRACE_BLOCK), 1)
     found: defaultdict[tuple[int, ...], list[Recorded]] = defaultdict(list)
-    for milliseconds, prompt, output, blocks in read_lines("--trace", path, _request):
+    for milliseconds, prompt, output, blocks in read_records("--trace", path, _request):
         tokens = min(max(round(scale * prompt), 1), block_tokens * len(blocks))
         one = Recorded(milliseconds / 1000 / speed, tokens, max(round(scale * output), 1), blocks)
         found[blocks[:2]].append(one)
@@ -216,36 +214,28 @@ def read_trace(path: Path, scale: float, speed: float, limit: int, longest: int)
     return Trace(shifted, block_tokens, options)
 
 
-def read_lines(option: str, path: Path, parse: Callable[[str], _Line]) -> Iterator[_Line]:
-    """What the lines of a file say.
+def read_records(option: str, path: Path, parse: Callable[[dict[str, Any]], _Record]) -> Iterator[_Record]:
+    """What the lines of a file of JSON objects say.
 
     Args:
         option: that named the file, for messages.
         path: gzipped if its name ends in ``.gz``.
-        parse: a line; raises KeyError, TypeError or ValueError where it is wrong.
+        parse: an object; raises KeyError, TypeError or ValueError where it is wrong.
 
     Raises:
         TangramError: the file cannot be read, or a line is wrong.
 
     """
-    try:
-        data = path.read_bytes()
-        lines = (gzip.decompress(data) if path.suffix == ".gz" else data).decode().splitlines()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise TangramError(f"{option}: {path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    for number, line in enumerate(lines, 1):
+    for where, record in read_json_lines(path, option):
         try:
-            yield parse(line)
+            yield parse(record)
         except (KeyError, TypeError, ValueError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
-            raise TangramError(f"{option}: {path}, line {number}: {reason}") from None
+            raise TangramError(f"{option}: {where}: {reason}") from None
 
 
-def _request(line: str) -> tuple[float, int, int, tuple[int, ...]]:
+def _request(given: dict[str, Any]) -> tuple[float, int, int, tuple[int, ...]]:
     """Milliseconds, prompt tokens, new tokens, blocks; KeyError, TypeError or ValueError if it is not a request."""
-    given = json.loads(line)
-    if not isinstance(given, dict):
-        raise TypeError("not a JSON object")
     values = [given[name] for name in ("timestamp", "input_length", "output_length")]
     blocks = given["hash_ids"]
     if not all(type(value) in (int, float) and 0 <= value < float("inf") for value in values):

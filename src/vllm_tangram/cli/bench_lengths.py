@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_tangram.cli.lists import token_counts
 from vllm_tangram.cli.rendering import console, human_tokens, percent, print_json, table
-from vllm_tangram.cli.scorer_options import usable_device
+from vllm_tangram.cli.scorer_options import gate_of, usable_device
 from vllm_tangram.config import TangramConfig
-from vllm_tangram.errors import TangramError
 
 _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
@@ -35,9 +35,7 @@ def lengths(
 ) -> None:
     """Compare what heads keep of longer and shorter prompts, and of later chunks, with what a profile is made of."""
     from vllm_tangram.bench.lengths import measure_lengths, pieces_of
-    from vllm_tangram.compression import get_scorer, needs_gate
-    from vllm_tangram.compression.gate import Gate
-    from vllm_tangram.compression.shipped import find_gate
+    from vllm_tangram.compression import get_scorer
     from vllm_tangram.embedded import embedded_model
     from vllm_tangram.eval.dense import DenseModel
     from vllm_tangram.pilot import pilot_samples
@@ -48,11 +46,9 @@ def lengths(
         TangramConfig.parse({"scorer": name, "retention": retention, "alpha": alpha, "chunk_size": chunk_size})
         for name in names
     ]
-    pieces = pieces_of(_numbers(lengths), chunk_size)
+    pieces = pieces_of(token_counts("--lengths", lengths), chunk_size)
     dense = DenseModel.load(embedded_model() if model == "embedded" else model, device=usable_device(device))
-    scored = None
-    if any(map(needs_gate, names)):
-        scored = Gate.load(find_gate(gate, dense.fingerprint)).to(dense.device)
+    scored = gate_of(names, gate, dense)
     longest = max(piece.stop for piece in pieces)
     samples = pilot_samples(num_samples, tokens=longest)
     made = [get_scorer(name, scored) for name in names]
@@ -72,13 +68,6 @@ def lengths(
         print_json(report)
     else:
         _print(report)
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(item) for item in text.split(",")]
-    except ValueError:
-        raise TangramError(f"--lengths: {text!r} is no list of numbers such as 512,2048") from None
 
 
 def _print(report: dict[str, Any]) -> None:

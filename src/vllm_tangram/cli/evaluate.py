@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -22,8 +22,9 @@ from vllm_tangram.cli.evaluate_run import (
     make_cases,
     served_config,
 )
+from vllm_tangram.cli.lists import items, numbers, token_counts
 from vllm_tangram.cli.rendering import console, finite, table
-from vllm_tangram.cli.scorer_options import usable_device
+from vllm_tangram.cli.scorer_options import gate_of, usable_device
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 
@@ -31,7 +32,6 @@ TaskName = Literal[
     "needle", "multikey", "multivalue", "kv", "lines", "topics", "manyshot", "dialogues", "perplexity"
 ]  # those of eval.tasks.TASKS (a test checks); written out so that `tangram --help` imports nothing
 _SERVED = "profile,uniform"  # budgets that engines have
-_N = TypeVar("_N", int, float)
 _DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
 
@@ -130,8 +130,6 @@ def evaluate(
     from vllm_tangram.cli.evaluate_report import plot as write_plot
     from vllm_tangram.cli.evaluate_report import report, tables
     from vllm_tangram.compression import needs_gate
-    from vllm_tangram.compression.gate import Gate
-    from vllm_tangram.compression.shipped import find_gate
     from vllm_tangram.embedded import embedded_model
     from vllm_tangram.eval.dense import DenseModel
     from vllm_tangram.eval.records import WorkFile, digest_of_cases
@@ -142,16 +140,16 @@ def evaluate(
     for option, path in (("--json", json), ("--markdown", markdown), ("--plot", plot), ("--work", work)):
         _check_folder(option, path)
     folder = embedded_model() if model is None else model
-    names = default_scorers(folder, gate) if scorers is None else _items("--scorers", scorers)
+    names = default_scorers(folder, gate) if scorers is None else items("--scorers", scorers)
     if gate is not None and not any(map(needs_gate, names)):
         raise TangramError("--gate: none of --scorers is made with one; add fastkvzip")
     wanted = settings(
         [name if name == KVZIP else _parsed("scorer", [name])[0] for name in names],
-        list(parse_allocations(_items("--budgets", budgets or (_SERVED if engine else ",".join(ALLOCATIONS))))),
-        _parsed("retention", _numbers("--retentions", retentions, float)),
-        _parsed("alpha", _numbers("--alphas", alphas, float)),
-        _parsed("margin", _items("--margins", margins)),
-        _parsed("page_group_size", _numbers("--page-group-sizes", page_group_sizes, int)),
+        list(parse_allocations(items("--budgets", budgets or (_SERVED if engine else ",".join(ALLOCATIONS))))),
+        _parsed("retention", numbers("--retentions", retentions, float)),
+        _parsed("alpha", numbers("--alphas", alphas, float)),
+        _parsed("margin", items("--margins", margins)),
+        _parsed("page_group_size", numbers("--page-group-sizes", page_group_sizes, int)),
     )
     wanted = [setting for setting in wanted if (setting.scorer, setting.budgets) != (KVZIP, "profile")]
     if engine and any(setting.scorer == KVZIP for setting in wanted):
@@ -164,16 +162,14 @@ def evaluate(
     kind = TASKS[task]
     sizes = [keys] if task == "kv" else list(kind.lengths)
     if lengths is not None and task != "kv":
-        sizes = _numbers("--lengths", lengths, int)
+        sizes = token_counts("--lengths", lengths)
     groups = make_cases(task, dense, sizes, samples, data, seed)
     if question_in_prompt:
         groups = {length: list(ask_in_prompt(cases)) for length, cases in groups.items()}
     config = TangramConfig.parse({} if chunk_size is None else {"chunk_size": chunk_size})
     if engine:
         config = served_config(config, wanted, groups, chunk_size, kind.likelihood)
-    scored = None
-    if any(needs_gate(setting.scorer) for setting in wanted):
-        scored = Gate.load(find_gate(gate, dense.fingerprint)).to(dense.device)
+    scored = gate_of((setting.scorer for setting in wanted), gate, dense)
     profiles = {
         scorer: find_profile(scorer, scored, folder, dense, profile_dir)
         for scorer in dict.fromkeys(setting.scorer for setting in wanted[1:] if setting.budgets != "uniform")
@@ -218,20 +214,6 @@ def evaluate(
         _write("--markdown", markdown, "\n".join(own.markdown() for own in made))
     if plot is not None:
         write_plot(plot, f"{task}, {folder.name}", results.answers, likelihood=kind.likelihood, unit=unit)
-
-
-def _items(option: str, value: str) -> list[str]:
-    items = [item.strip() for item in value.split(",") if item.strip()]
-    if not items:
-        raise TangramError(f"{option}: {value!r} names nothing")
-    return items
-
-
-def _numbers(option: str, value: str, kind: Callable[[str], _N]) -> list[_N]:
-    try:
-        return [kind(item) for item in _items(option, value)]
-    except ValueError:
-        raise TangramError(f"{option}: {value!r} is not a list of numbers such as 1,2") from None
 
 
 def _parsed(option: str, values: Iterable[Any]) -> list[Any]:

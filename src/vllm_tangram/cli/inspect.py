@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from vllm_tangram.cli.lists import token_counts
 from vllm_tangram.cli.rendering import console, human_bytes, human_tokens, percent, print_json, table
 from vllm_tangram.config import DEFAULT_BLOCK_SIZE, Grouping, Margin, TangramConfig
-from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionPlan, RetentionProfile
@@ -42,7 +42,7 @@ def inspect(
     """Show what a retention profile gives each head, and what prompts of some lengths will hold."""
     from vllm_tangram.budget import RetentionPlan, RetentionProfile
 
-    lengths = _parse_lengths(tokens)
+    lengths = sorted(set(token_counts("--tokens", ",".join(tokens))))
     profile = RetentionProfile.load(file)
     config = TangramConfig.parse(
         {
@@ -67,16 +67,6 @@ def inspect(
         print_json(report)
     else:
         _print(report)
-
-
-def _parse_lengths(values: list[str]) -> list[int]:
-    lengths = set()
-    for item in ",".join(values).lower().split(","):
-        digits, scale = (item.strip().removesuffix("k"), 1024) if item.strip().endswith("k") else (item.strip(), 1)
-        if not digits.isascii() or not digits.isdigit() or not 0 < int(digits) * scale <= 1 << 24:
-            raise TangramError(f"--tokens: {item!r} is not a prompt length; give numbers such as 4096 or 4k")
-        lengths.add(int(digits) * scale)
-    return sorted(lengths)
 
 
 def _report(file: Path, profile: RetentionProfile, plan: RetentionPlan, lengths: list[int]) -> dict[str, Any]:

@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
+
+if TYPE_CHECKING:
+    from vllm_tangram.compression.gate import Gate as TrainedGate
+    from vllm_tangram.eval.dense import DenseModel
 
 Scorer = Annotated[
     str | None,
@@ -45,6 +50,27 @@ def usable_device(name: str) -> str:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for CUDA
         raise TangramError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from None
     return name
+
+
+def gate_of(scorers: Iterable[str], given: Path | None, dense: DenseModel) -> TrainedGate | None:
+    """The gate that scorers of a model are made with, on the model's device; None if none of them needs one.
+
+    Args:
+        scorers: by name.
+        given: the file that the user names, or None for a known one.
+        dense: the model.
+
+    Raises:
+        TangramError: as ``find_gate``.
+
+    """
+    from vllm_tangram.compression import needs_gate
+    from vllm_tangram.compression.gate import Gate
+    from vllm_tangram.compression.shipped import find_gate
+
+    if not any(map(needs_gate, scorers)):
+        return None
+    return Gate.load(find_gate(given, dense.fingerprint)).to(dense.device)
 
 
 def checkpoint_folder(model: str) -> Path:

@@ -40,7 +40,8 @@ class TangramEndpoints:
         if args.enable_prefix_caching:
             app.add_api_route(_SESSIONS, _list, methods=["GET"])
             app.add_api_route(_SESSIONS, _drop_all, methods=["DELETE"])
-            app.add_api_route(_SESSIONS + "/{session_id}", _drop, methods=["DELETE"])
+            # Any path: a server redirects what ends in a slash, and without an id that would drop all.
+            app.add_api_route(_SESSIONS + "/{session_id:path}", _drop, methods=["DELETE"])
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         """Nothing: routes find the engine in vLLM's own state."""

@@ -175,7 +175,7 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         )
         self._remembered[request_id] = num_local_computed_tokens
         if (found := self._found.pop(request_id, None)) is not None:
-            self.sessions.began_with(found.longest)
+            self.sessions.began_with(found.longest, self.req_to_blocks[request_id])
             self._begun[request_id] = found
 
     def cache_blocks(self, request: Request, *args: Any, **kwargs: Any) -> None:

@@ -130,11 +130,24 @@ class SessionCache:
         copies, self.copies = self.copies, Copies()
         return copies
 
-    def began_with(self, checkpoint: Checkpoint) -> None:
-        """A request took it over."""
+    def began_with(self, longest: Checkpoint, pages: Sequence[KVCacheBlock]) -> None:
+        """A request took it over.
+
+        Its chain shares the request's page list from now on: with a list from every turn, the lists of a conversation
+        would grow with the square of its turns, and with them memory and every collection of garbage.
+
+        Args:
+            longest: what it began with.
+            pages: page list of the request; as in ``remember``.
+
+        """
         self.reused += 1
-        checkpoint.hits += 1
-        self.used(checkpoint)
+        longest.hits += 1
+        self.used(longest)
+        for checkpoint in self._chain(longest):
+            # The last page tells: whoever uses a page has all before it, too. Others computed an equal state elsewhere.
+            if checkpoint.in_pool and checkpoint.last_page is pages[checkpoint.num_pages - 1]:
+                checkpoint.pages = pages
 
     def used(self, longest: Checkpoint) -> None:
         """Its chain was used now."""

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -106,14 +104,6 @@ class Lab:
         with pytest.raises(TangramError, match=message) as error:
             vllm_tangram.LLM(str(model or self.model), **{**BOTH, **OURS, **options})
         assert "\n" not in str(error.value)
-
-    def model_like(self, **changes: Any) -> Path:
-        """A model folder with another config.json, and no weights."""
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(self.model / name, self.folder)
-        config = json.loads((self.model / "config.json").read_text()) | changes
-        (self.folder / "config.json").write_text(json.dumps(config))
-        return self.folder
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 from tests.engine.compatibility import checks
 from tests.engine.compatibility.checks import with_options
 from tests.engine.compatibility.lab import Lab
-from tests.models import LATENT_ATTENTION, SLIDING_WINDOW
+from tests.models import LATENT_ATTENTION, SLIDING_WINDOW, copy_without_weights
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,12 @@ def refused(feature: str, option: str, reason: str, *, note: str = "", **options
 def refused_model(feature: str, option: str, reason: str, changes: dict[str, Any], **options: Any) -> Row:
     """A row of models that are not served."""
     return Row(
-        feature, option, lambda lab: lab.refused(re.escape(reason), lab.model_like(**changes), **options), reason
+        feature,
+        option,
+        lambda lab: lab.refused(
+            re.escape(reason), copy_without_weights(lab.model, lab.folder / "model", **changes), **options
+        ),
+        reason,
     )
 
 

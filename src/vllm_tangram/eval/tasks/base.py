@@ -7,9 +7,7 @@ cases.
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,34 +78,6 @@ class Request:
     def asked(self, index: int, questions: int) -> int:
         """How many questions context ``index`` is asked, of at most ``questions``."""
         return min(questions, self.count - questions * index)
-
-
-def read_records(path: Path, what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """JSON objects of a file, one a line, with the place of each for messages; blank lines are skipped.
-
-    Args:
-        path: a .jsonl file, gzipped if it ends in .gz.
-        what: what the file should hold.
-
-    Raises:
-        TangramError: names the file, and the line where one is wrong.
-
-    """
-    where = f"{path}"
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                where = f"{path}, line {number}"
-                if not line.strip():
-                    continue
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise TangramError(f"--data: {where}: expected a JSON object, got {type(record).__name__}")
-                yield where, record
-    except TangramError:
-        raise
-    except (OSError, EOFError, ValueError, RecursionError) as error:
-        raise TangramError(f"--data: cannot read {what} from {where}: {error}") from None
 
 
 def needs_data(request: Request, what: str) -> Path:

@@ -10,7 +10,8 @@ from pathlib import Path
 from random import Random
 
 from vllm_tangram.errors import TangramError
-from vllm_tangram.eval.tasks.base import Case, Request, read_records
+from vllm_tangram.eval.tasks.base import Case, Request
+from vllm_tangram.json_lines import read_json_lines
 
 QUESTIONS = 4  # per context: reading the context costs most
 
@@ -62,7 +63,7 @@ def kv_records(path: Path | None, keys: int, seed: int = 0) -> Iterator[list[tup
         random = Random(f"kv/{seed}")
         while True:
             yield [(_uuid(random), _uuid(random)) for _ in range(keys)]
-    for where, record in read_records(path, "key-value records"):
+    for where, record in read_json_lines(path, "--data"):
         found = record.get("ordered_kv_records")
         if not isinstance(found, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
             raise TangramError(f'--data: {where}: "ordered_kv_records" must be a list of pairs')

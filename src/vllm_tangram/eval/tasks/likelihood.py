@@ -8,8 +8,9 @@ from random import Random
 from typing import Any
 
 from vllm_tangram.errors import TangramError
-from vllm_tangram.eval.tasks.base import Case, Question, Request, field, needs_data, read_records
+from vllm_tangram.eval.tasks.base import Case, Question, Request, field, needs_data
 from vllm_tangram.eval.tasks.needles import hay_ids
+from vllm_tangram.json_lines import read_json_lines
 
 CONTINUATION = 128  # tokens
 _ROLES = ("user", "assistant")
@@ -51,7 +52,7 @@ def dialogue_cases(request: Request) -> Iterator[Case]:
     """
     what = "conversations (MT-Bench-101)"
     path = needs_data(request, what)
-    cases = [_dialogue(request, where, record) for where, record in read_records(path, what)]
+    cases = [_dialogue(request, where, record) for where, record in read_json_lines(path, "--data")]
     long = [case for case in cases if len(case.context) >= request.length]
     if len(long) < request.count:
         raise TangramError(

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from vllm_tangram.errors import TangramError
-from vllm_tangram.eval.tasks.base import Case, Question, Request, field, needs_data, read_records
+from vllm_tangram.eval.tasks.base import Case, Question, Request, field, needs_data
+from vllm_tangram.json_lines import read_json_lines
 
 QUESTIONS = 4
 
@@ -66,7 +67,7 @@ def _records(
 ) -> Iterator[Case]:
     """Cases of records that consist of parts, each of which begins with what the pattern matches."""
     path, left = needs_data(request, what), request.count
-    for index, (where, record) in enumerate(read_records(path, what)):
+    for index, (where, record) in enumerate(read_json_lines(path, "--data")):
         if left <= 0:
             return
         text = _OVER.split(field(record, "prompt", where))[0]
