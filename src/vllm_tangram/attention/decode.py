@@ -41,8 +41,9 @@ class DecodeBatch:
     pages: DevicePages
 
 
-#: Pieces that may be combined at once: few where heads are cut into many, for then the combination is much of the time.
+#: Pieces that one block may combine: few where heads are cut into many, for then the combination is much of the time.
 FANS = (8, 16)
+_AT_ONCE = 16  # results loaded together; with fewer the compiler makes a slower main loop (docs/performance.md)
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class Tuning:
         warps: warps of a thread block.
         stages: tiles under way, the one being worked on included.
         fan: pieces that a block combines, a power of two from 2; None for what suits the batch, of `FANS`.
-        at_once: pieces whose results are loaded together while they are combined, a power of two.
 
     """
 
@@ -62,7 +62,6 @@ class Tuning:
     warps: int = 4
     stages: int = 3
     fan: int | None = None
-    at_once: int = 16
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tuning:
@@ -167,7 +166,7 @@ def decode_attention(
         BLOCK=block_size,
         TILE=tuning.tile,
         FAN=fan,
-        AT_ONCE=tuning.at_once,
+        AT_ONCE=_AT_ONCE,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )
