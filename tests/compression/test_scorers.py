@@ -16,6 +16,7 @@ from tests.compression.rotations import rotation, table
 from torch import Tensor
 
 from vllm_tangram.compression import ChunkContext, Scorer, get_scorer, scorer_names
+from vllm_tangram.compression.base import Packing
 from vllm_tangram.compression.rope import Rope
 from vllm_tangram.errors import TangramError
 
@@ -155,16 +156,18 @@ def test_scores_equal_the_reference(name: str, num_tokens: int, group: int, head
     torch.testing.assert_close(scores.double(), expected.double(), rtol=2e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 3, 65])
-@pytest.mark.parametrize("name", [name for name in scorer_names() if make(name).stacks])
-def test_stacked_chunks_are_scored_like_single_ones(name: str, num_tokens: int) -> None:
+@pytest.mark.parametrize("lengths", [(5,), (1, 65, 3), (64, 64, 130, 1)])
+@pytest.mark.parametrize("name", [name for name in scorer_names() if make(name).packs])
+def test_packed_chunks_are_scored_like_single_ones(name: str, lengths: tuple[int, ...]) -> None:
     scorer = make(name)
-    chunks = [chunk(num_tokens, 3, 16, seed, start=0 if seed == 0 else 2048) for seed in range(4)]
+    chunks = [chunk(length, 3, 16, seed, start=1000 * seed) for seed, length in enumerate(lengths)]
     expected = [scorer.score(*one) for one in chunks]
-    query, key, value = (torch.stack(tensors) for tensors in list(zip(*chunks, strict=True))[:3])
-    hidden = torch.stack([one[3].hidden for one in chunks if one[3].hidden is not None])
-    stacked = scorer.score(query, key, value, replace(chunks[0][3], hidden=hidden))
-    torch.testing.assert_close(stacked, torch.stack(expected), rtol=1e-5, atol=1e-6)
+    query, key, value = (torch.cat(tensors) for tensors in list(zip(*chunks, strict=True))[:3])
+    hidden = torch.cat([one[3].hidden for one in chunks if one[3].hidden is not None])
+    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    context = replace(chunks[0][3], hidden=hidden, packing=Packing.of(index, len(lengths)))
+    scores = scorer.score(query, key, value, context)
+    torch.testing.assert_close(scores, torch.cat(expected, dim=1), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

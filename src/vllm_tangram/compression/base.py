@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from vllm_tangram.compression.rope import Rope
@@ -17,6 +18,26 @@ Need = Literal["rope", "hidden", "gate"]
 def alone(values: Tensor) -> Tensor:
     """The mean over one rank."""
     return values
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Which of several chunks, one after another, each token belongs to.
+
+    Attributes:
+        index: ``[T]`` int64, the token's chunk.
+        shares: ``[C, T]`` float32, one over the chunk's tokens where the token belongs to it, else 0.
+
+    """
+
+    index: Tensor
+    shares: Tensor
+
+    @classmethod
+    def of(cls, index: Tensor, num_chunks: int) -> Packing:
+        """Chunks of at least one token."""
+        own = (index == torch.arange(num_chunks, device=index.device)[:, None]).float()
+        return cls(index, own / own.sum(dim=1, keepdim=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +55,7 @@ class ChunkContext:
             the scorer needs "hidden".
         mean_over_ranks: under tensor parallelism a rank sees its own heads only; a scorer that mixes heads takes with
             this the mean of a tensor over the ranks that share the layer.
+        packing: the chunks that the tensors hold, where they hold several (see ``Scorer.packs``).
 
     """
 
@@ -45,6 +67,14 @@ class ChunkContext:
     rope: Rope | None = None
     hidden: Tensor | None = None
     mean_over_ranks: Callable[[Tensor], Tensor] = alone
+    packing: Packing | None = None
+
+    def chunk_mean(self, values: Tensor) -> Tensor:
+        """Mean over each token's chunk: ``[T, ...]`` float32 -> ``[T, ...]``, or ``[1, ...]`` of a single chunk."""
+        if self.packing is None:
+            return values.mean(dim=0, keepdim=True)
+        means = self.packing.shares @ values.flatten(1)
+        return means.index_select(0, self.packing.index).view_as(values)
 
     @property
     def leading_sinks(self) -> int:
@@ -64,15 +94,15 @@ class Scorer(Protocol):
         paper: link to the source.
         needs: what the context must bring ("rope", "hidden"; a model that does not have it is refused at start), and
             whether the scorer is made with a gate ("gate").
-        stacks: whether ``score`` also takes chunks of one length stacked along a new first dimension of all tensors,
-            ``hidden`` too, and gives ``[C, H, T]``. Such a scorer looks neither at ``start`` nor at other ranks.
+        packs: whether ``score`` also takes several chunks, one after another, if the context has their ``packing``.
+            Such a scorer looks at other tokens through ``chunk_mean`` only, and not at ``start``.
 
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     needs: ClassVar[frozenset[Need]] = frozenset()
-    stacks: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
 
     def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
         """Score one chunk of one layer of one sequence.

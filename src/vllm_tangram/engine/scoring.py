@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from vllm_tangram.compression import Scorer, get_scorer
-from vllm_tangram.compression.base import alone
+from vllm_tangram.compression import ChunkContext, Scorer, get_scorer
+from vllm_tangram.compression.base import Packing, alone
 from vllm_tangram.compression.gate import Gate
 from vllm_tangram.compression.known import reordered
 from vllm_tangram.compression.rope import Rope
@@ -79,41 +79,37 @@ class LayerScorer:
         if self.hidden is not None:
             self.hidden.expect()
 
-    def score_all(self, chunks: Sequence[Chunk], query: Tensor, key: Tensor, value: Tensor, scores: Tensor) -> None:
-        """Score chunks of a batch; neighbours of equal length together, if the scorer can, for each call has its price.
+    def score_all(
+        self,
+        chunks: Sequence[Chunk],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scores: Tensor,
+        packing: Packing | None,
+    ) -> None:
+        """Score chunks of a batch: all at once, if the scorer can, for each call has its price.
 
         Args:
-            chunks: in the batch's order.
+            chunks: what needs scores.
             query: ``[N, Hq, d]`` of the batch, after RoPE.
             key: ``[N, H, d]`` after RoPE.
             value: ``[N, H, d]``.
-            scores: ``[H, N]`` float32, written for the tokens of the chunks.
+            scores: ``[H, N]`` float32, written for the tokens of the chunks and maybe of others.
+            packing: of the last tokens of the batch, all that chunks have, others too; None: one by one.
 
         """
-        for run in self._runs(chunks):
-            tokens = slice(run[0].first, run[-1].tokens.stop)
-            if len(run) == 1:
-                scores[:, tokens] = self.score(run[0], query[tokens], key[tokens], value[tokens])
-                continue
-            hidden = None if self.hidden is None else self.hidden.buffer[tokens].unflatten(0, (len(run), -1))
-            context = run[0].context(self.config, self.scale, layer=self.layer, rope=self.rope, hidden=hidden)
-            q, k, v = (tensor[tokens].unflatten(0, (len(run), -1)) for tensor in (query, key, value))
-            stacked = self.scorer.score(q, k, v, context)
-            scores[:, tokens].unflatten(1, (len(run), -1)).copy_(stacked.transpose(0, 1))
-
-    def _runs(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-        """Chunks that are scored together."""
-        run: list[Chunk] = []
+        if packing is None or not self.scorer.packs:
+            for chunk in chunks:
+                tokens = chunk.tokens
+                scores[:, tokens] = self.score(chunk, query[tokens], key[tokens], value[tokens])
+            return
+        tokens = slice(len(key) - len(packing.index), len(key))
+        context = replace(self._context(chunks[0], tokens), packing=packing)
+        scores[:, tokens] = self.scorer.score(query[tokens], key[tokens], value[tokens], context)
         for chunk in chunks:
-            joins = run and self.scorer.stacks and run[-1].known is None and chunk.known is None
-            if joins and run[-1].tokens.stop == chunk.first and run[-1].num_tokens == chunk.num_tokens:
-                run.append(chunk)
-                continue
-            if run:
-                yield run
-            run = [chunk]
-        if run:
-            yield run
+            if chunk.known is not None:
+                scores[:, chunk.tokens] = self._known(chunk, scores[:, chunk.tokens])
 
     def score(self, chunk: Chunk, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Score a chunk, by scores that were computed beforehand as far as there are any (`compression.known`).
@@ -128,15 +124,22 @@ class LayerScorer:
             ``[H, T]`` float32.
 
         """
-        known = None if chunk.known is None else chunk.known[self.layer].float()
-        if known is not None and known.shape[-1] == chunk.num_tokens:
-            return known
-        hidden = None if self.hidden is None else self.hidden.buffer[chunk.tokens]
-        context = chunk.context(
+        if chunk.known is not None and chunk.known.shape[-1] == chunk.num_tokens:
+            return chunk.known[self.layer].float()
+        scores = self.scorer.score(query, key, value, self._context(chunk, chunk.tokens))
+        return scores if chunk.known is None else self._known(chunk, scores)
+
+    def _context(self, chunk: Chunk, tokens: slice) -> ChunkContext:
+        hidden = None if self.hidden is None else self.hidden.buffer[tokens]
+        return chunk.context(
             self.config, self.scale, layer=self.layer, rope=self.rope, hidden=hidden, mean_over_ranks=self.mean
         )
-        scores = self.scorer.score(query, key, value, context)
-        if known is None:
-            return scores
+
+    def _known(self, chunk: Chunk, scores: Tensor) -> Tensor:
+        """The scores of a chunk that begins with tokens of a document, whose own scores decide between these."""
+        assert chunk.known is not None
+        known = chunk.known[self.layer].float()
+        if known.shape[-1] == chunk.num_tokens:
+            return known
         head, tail = chunk.protect_head(self.config), chunk.protect_tail(self.config)
         return reordered(scores, known, protect_head=head, protect_tail=tail)

@@ -31,7 +31,7 @@ class FastKVzip(Scorer):
     name: ClassVar[str] = "fastkvzip"
     paper: ClassVar[str] = "https://arxiv.org/abs/2601.17668"
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden", "gate"})
-    stacks: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -39,6 +39,4 @@ class FastKVzip(Scorer):
     def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
         """See `Scorer.score`."""
         assert context.hidden is not None
-        chunks = context.hidden.shape[:-1]
-        scores = self.gate.scores(context.layer, context.hidden.flatten(0, -2))
-        return scores.view(-1, *chunks).movedim(0, -2)
+        return self.gate.scores(context.layer, context.hidden)

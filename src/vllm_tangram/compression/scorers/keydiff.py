@@ -22,10 +22,10 @@ class KeyDiff(Scorer):
 
     name: ClassVar[str] = "keydiff"
     paper: ClassVar[str] = "https://arxiv.org/abs/2504.15364"
-    stacks: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
 
     def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
         """See `Scorer.score`."""
-        direction = normalize(key.float(), dim=-1)
-        anchor = normalize(direction.mean(dim=-3, keepdim=True), dim=-1)  # [..., 1, H, d]
-        return -(direction * anchor).sum(dim=-1).transpose(-1, -2).contiguous()
+        direction = normalize(key.float(), dim=-1)  # [T, H, d]
+        anchor = normalize(context.chunk_mean(direction), dim=-1)
+        return -(direction * anchor).sum(dim=-1).T.contiguous()

@@ -25,11 +25,11 @@ class KNorm(Scorer):
 
     name: ClassVar[str] = "knorm"
     paper: ClassVar[str] = "https://arxiv.org/abs/2406.11430"
-    stacks: ClassVar[bool] = True
+    packs: ClassVar[bool] = True
 
     def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
         """See `Scorer.score`."""
-        norms: Tensor = torch.linalg.vector_norm(key.float(), dim=-1)  # [..., T, H]
+        norms: Tensor = torch.linalg.vector_norm(key.float(), dim=-1)  # [T, H]
         tiny = torch.finfo(norms.dtype).tiny
         # Keys of zeros have no mean to be relative to: all equal.
-        return -(norms / norms.mean(dim=-2, keepdim=True).clamp_min(tiny)).transpose(-1, -2).contiguous()
+        return -(norms / context.chunk_mean(norms).clamp_min(tiny)).T.contiguous()

@@ -171,10 +171,11 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         scores = torch.empty(self.num_kv_heads, len(key), dtype=torch.float32, device=key.device)
         places = torch.empty(self.num_kv_heads, len(key), dtype=torch.int32, device=key.device)
         observer = metadata.observer
-        chunks = step.scored if observer is None else step.chunks
-        self.scorer.score_all(chunks, query, key, value, scores)
+        self.scorer.score_all(
+            step.chunks if observer is not None else step.scored, query, key, value, scores, step.packing
+        )
         if observer is not None:
-            for chunk in chunks:
+            for chunk in step.chunks:
                 observer.observe(self.index, chunk, scores[:, chunk.tokens])
         select(scores, places, rows=step.rows, heads=self.heads)
         write_tokens(

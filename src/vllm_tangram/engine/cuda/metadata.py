@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuild
 
 from vllm_tangram.attention.decode import DecodeBatch
 from vllm_tangram.attention.prefill import PrefillRows
+from vllm_tangram.compression.base import Packing
 from vllm_tangram.engine.chunk import Chunk
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class PrefillStep:
         starts: ``[C + 1]`` int32 on the device, token offsets of the chunks from ``first``.
         rows: for the kernels.
         scored: chunks of which something is evicted.
+        packing: of all chunks, for scorers that take them at once; None if there is one or nothing to score.
         max_before: largest number of tokens that a group holds before a chunk; 0 if no chunk continues a prompt.
         head_starts: ``[H * C + 1]`` int32 on the device, the same offsets where the tokens of one KV head follow on
             those of another.
@@ -70,6 +72,7 @@ class PrefillStep:
     starts: Tensor
     rows: PrefillRows
     scored: tuple[Chunk, ...]
+    packing: Packing | None
     max_before: int
     head_starts: Tensor
 
@@ -177,6 +180,7 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         before, keep = packed[:, _HEADER : _HEADER + num_groups], packed[:, _HEADER + num_groups :]
         real = packed[:, 2] >= 0
         evicting = real & (keep < packed[:, 1:2]).any(axis=1)
+        scored = tuple(chunk for chunk, evicts in zip(chunks, evicting.tolist(), strict=True) if evicts)
         heads = np.arange(self.num_kv_heads)[:, None] * num_tokens
         offsets = np.append(heads + [chunk.first - first for chunk in chunks], heads.size * num_tokens)
         starts = async_tensor_h2d(offsets.astype(np.int32), device=self.device)
@@ -195,10 +199,15 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
                 keep=device[:, _HEADER + num_groups :],
                 max_tokens=max(chunk.num_tokens for chunk in chunks),
             ),
-            scored=tuple(chunk for chunk, evicts in zip(chunks, evicting.tolist(), strict=True) if evicts),
+            scored=scored,
+            packing=self._packing(chunks) if scored and len(chunks) > 1 else None,
             max_before=int(before[real].max(initial=0)),
             head_starts=starts,
         )
+
+    def _packing(self, chunks: tuple[Chunk, ...]) -> Packing:
+        index = np.repeat(np.arange(len(chunks)), [chunk.num_tokens for chunk in chunks])
+        return Packing.of(async_tensor_h2d(index, device=self.device), len(chunks))
 
     def nobodys_prefill(self, num_tokens: int) -> HeadGroupMetadata:
         """A step that continues the prompt of no request: every kernel runs, and no page is read or written.
