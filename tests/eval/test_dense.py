@@ -121,6 +121,9 @@ def test_memory_of_a_pass_is_bounded(dense: DenseModel, monkeypatch: pytest.Monk
     one, four = [(ids(20), ids(5))], [(ids(20), ids(5))] * 4
     assert dense.states_per_pass(500, one) >= 4 * dense.states_per_pass(500, four) > 4
     assert dense.states_per_pass(5000, one) < dense.states_per_pass(500, one)
+    # Logits are computed from the first token that any question asks for to the last one.
+    apart, throughout = [(ids(20), ids(5)), (ids(1), ids(5))], [(ids(1), ids(24))] * 2
+    assert dense.states_per_pass(50, apart) == dense.states_per_pass(50, throughout)
     monkeypatch.setattr("vllm_tangram.eval.dense._PASS_BYTES", {"cpu": 1})
     assert dense.states_per_pass(500, one) == 1
 

@@ -265,7 +265,7 @@ class DenseModel:
         """
         config, size = self._model.config.get_text_config(), self._model.dtype.itemsize
         new = max(len(question) + len(answer) for question, answer in questions)
-        asked = max(len(answer) for _, answer in questions)
+        asked = new - min(len(question) for question, _ in questions)  # all answers lie within the last of these
         head_dim = int(self.fingerprint["head_dim"])
         row = asked * self.vocab_size * (size + 2 * 4)  # logits, and float32 copies of them
         # Of one layer, twice where they are put together: keys and values, and the mask, of bytes and then of numbers.
