@@ -166,6 +166,7 @@ class Engine:
                 index=index,
                 heads=LayerHeads(torch.from_numpy(groups.group[index]), torch.from_numpy(groups.column[index])),
                 scorer=LayerScorer(self.scorer, self.config, index, SCALE),
+                longest_chunk=CHUNK,
             )
             for index in range(LAYERS)
         ]

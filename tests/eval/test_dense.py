@@ -4,6 +4,7 @@ from __future__ import annotations
 from itertools import product
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,8 +122,17 @@ def test_memory_of_a_pass_is_bounded(dense: DenseModel, monkeypatch: pytest.Monk
     one, four = [(ids(20), ids(5))], [(ids(20), ids(5))] * 4
     assert dense.states_per_pass(500, one) >= 4 * dense.states_per_pass(500, four) > 4
     assert dense.states_per_pass(5000, one) < dense.states_per_pass(500, one)
-    monkeypatch.setattr("vllm_tangram.eval.dense._PASS_BYTES", {"cpu": 1})
+    # Logits are computed from the first token that any question asks for to the last one.
+    apart, throughout = [(ids(20), ids(5)), (ids(1), ids(5))], [(ids(1), ids(24))] * 2
+    assert dense.states_per_pass(50, apart) == dense.states_per_pass(50, throughout)
+    on_cpu = dense.states_per_pass(500, one)
+    monkeypatch.setattr("vllm_tangram.eval.dense._PASS_BYTES", 1)
     assert dense.states_per_pass(500, one) == 1
+    monkeypatch.setattr(DenseModel, "device", torch.device("cuda"))
+    for memory in (1 << 32, 1 << 33):  # an eighth of the first is what may be taken of a CPU's
+        properties = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, properties=properties: properties)
+        assert dense.states_per_pass(500, one) == pytest.approx(on_cpu * (memory >> 32), rel=0.01)
 
 
 def test_rows_do_not_depend_on_each_other(dense: DenseModel, skewed: RetentionProfile) -> None:

@@ -72,11 +72,6 @@ class KnownPrompts:
         files = plan.config.document_scores
         return cls([DocumentScores.load(path).part(layers, heads, device) for path in files])
 
-    @property
-    def num_bytes(self) -> int:
-        """Device memory of all scores."""
-        return sum(document.num_bytes for document in self._documents)
-
     def open(self, slot: int, prompt: Sequence[int] | None, *, adapted: bool) -> None:
         """A request gets a slot.
 

@@ -35,7 +35,8 @@ from vllm_tangram.eval.state import DenseChunk, DenseState, Past
 _ATTENTION = "tangram_dense"
 # Not cuDNN's, which plans anew for every length; here each layer of each context has its own.
 _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_PASS_BYTES = {"cpu": 1 << 29, "cuda": 16 << 30}  # of what a pass computes at once
+_PASS_BYTES = 1 << 29  # of what a pass computes at once; on a GPU it may take the share below of all memory
+_PASS_SHARE = 8
 
 Attention = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """Layer, queries ``[Hq, T, d]``, keys and values ``[H, T, d]`` after RoPE, factor of the logits -> ``[Hq, T, d]``."""
@@ -265,13 +266,15 @@ class DenseModel:
         """
         config, size = self._model.config.get_text_config(), self._model.dtype.itemsize
         new = max(len(question) + len(answer) for question, answer in questions)
-        asked = max(len(answer) for _, answer in questions)
+        asked = new - min(len(question) for question, _ in questions)  # all answers lie within the last of these
         head_dim = int(self.fingerprint["head_dim"])
         row = asked * self.vocab_size * (size + 2 * 4)  # logits, and float32 copies of them
         # Of one layer, twice where they are put together: keys and values, and the mask, of bytes and then of numbers.
         row += self.num_kv_heads * (past + new) * (4 * head_dim * size + new * (1 + size))
         row += new * (self.num_layers * 2 * self.num_kv_heads * head_dim + 4 * config.intermediate_size) * size
-        limit = _PASS_BYTES.get(self.device.type, _PASS_BYTES["cpu"])
+        limit = _PASS_BYTES
+        if self.device.type == "cuda":
+            limit = torch.cuda.get_device_properties(self.device).total_memory // _PASS_SHARE
         return max(1, limit // (row * len(questions)))
 
     def generate(self, state: DenseState, count: int) -> list[int]:

@@ -4,8 +4,9 @@
 Decode is one kernel of ours per layer, which also writes the new token. Prefill is FlashAttention over the chunk,
 joined with FlashAttention over what earlier chunks kept: the pool ``[num_pages, G, block, 2 * d]`` is then read as
 ``num_pages * G`` blocks of one head. However many chunks a step has, each of these is one launch. Memory of a step:
-one layer's scores (4 bytes per KV head and token) and places (as many), and where a chunk continues a prompt the
-queries and attention of all chunks once more.
+one layer's scores (4 bytes per KV head and token) and places (as many), what the scorer takes, and where a chunk
+continues a prompt the queries and attention of all chunks once more. vLLM profiles a step without pages, so the first
+layer rehearses that then.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_tangram.attention.decode import decode_attention
 from vllm_tangram.attention.prefill import LayerHeads, merge_retained, retained_blocks, select, write_tokens
+from vllm_tangram.compression.base import Packing
+from vllm_tangram.engine.chunk import Chunk
 from vllm_tangram.engine.cuda.metadata import (
     DecodeStep,
     HeadGroupMetadata,
@@ -64,6 +67,7 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         index: layer, 0-based.
         heads: groups and columns of its KV heads.
         scorer: ranks the tokens of a chunk.
+        longest_chunk: most tokens of a chunk.
 
     """
 
@@ -74,11 +78,13 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         index: int,
         heads: LayerHeads,
         scorer: LayerScorer,
+        longest_chunk: int,
     ) -> None:
         self.__dict__.update(stock.__dict__)
         self.index = index
         self.heads = heads
         self.scorer = scorer
+        self.longest_chunk = longest_chunk
 
     def forward(
         self,
@@ -108,6 +114,8 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         """
         if attn_metadata is None:
             self.scorer.begin()
+            if self.index == 0:  # every layer takes as much, one after the other
+                self._rehearse(query, key, value)
             return output.fill_(0)
         if attn_metadata.decode is not None:
             self._decode(attn_metadata.decode, query, key, value, kv_cache, output)
@@ -123,6 +131,17 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
                 output[tokens],
             )
         return output
+
+    def _rehearse(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Take the memory of a prefill of all these tokens that goes on from earlier chunks, and read no page."""
+        scores = torch.empty(self.num_kv_heads, len(key), dtype=torch.float32, device=key.device)
+        lse = torch.empty(self.num_heads, len(key), dtype=torch.float32, device=key.device)
+        held = [torch.empty_like(scores), lse]  # places
+        firsts = range(0, len(key), self.longest_chunk)
+        chunks = [Chunk(first, min(self.longest_chunk, len(key) - first), position=0, request=0) for first in firsts]
+        packing = Packing.of(torch.arange(len(key), device=key.device) // self.longest_chunk, len(chunks))
+        self.scorer.score_all(chunks, query, key, value, scores, packing)
+        held += [torch.empty_like(tensor) for tensor in (query, query, lse)]  # as `_attend_history`
 
     def _decode(
         self, step: DecodeStep, query: Tensor, key: Tensor, value: Tensor, pool: Tensor, output: Tensor

@@ -87,6 +87,11 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
         return 4 * (spec_width * (self.max_num_reqs + MAX_RETENTIONS) + self.max_num_reqs * self.plan.num_groups)
 
     @property
+    def longest_chunk(self) -> int:
+        """Most tokens of a chunk; a scorer may know no position beyond the model's."""
+        return min(self.max_num_tokens, self.plan.config.chunk_size, self.max_model_len)
+
+    @property
     def _max_blocks(self) -> int:
         return -(-self.max_model_len // self.plan.block_size)
 
@@ -96,7 +101,9 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
         self.known = KnownPrompts.load(plan, rank_of(self.vllm_config), self.device)
 
         def implement(index: int, stock: Any, scorer: LayerScorer) -> HeadGroupCUDAAttention:
-            return HeadGroupCUDAAttention(stock, index=index, heads=self.heads[index], scorer=scorer)
+            return HeadGroupCUDAAttention(
+                stock, index=index, heads=self.heads[index], scorer=scorer, longest_chunk=self.longest_chunk
+            )
 
         adopt_layers(self.vllm_config, self.get_model(), plan, HeadGroupCUDABackend, implement, self.device)
 
@@ -124,9 +131,7 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
         """Compile the prefill kernels for chunks of any size; the prompts of vLLM's own warm-up have two tokens."""
         layer = self.compilation_config.static_forward_context[self.kv_cache_config.kv_cache_groups[0].layer_names[0]]
         builder = self.attn_groups[0][0].get_metadata_builder(0)
-        # No chunk is longer than this, and a scorer may know no position beyond the model's.
-        longest = min(self.max_num_tokens, self.plan.config.chunk_size, self.max_model_len)
-        for num_tokens in sizes_to_compile(longest):
+        for num_tokens in sizes_to_compile(self.longest_chunk):
             query, key, value, output = (
                 torch.zeros(num_tokens, heads, layer.head_size, dtype=self.dtype, device=self.device)
                 for heads in (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads, layer.num_heads)

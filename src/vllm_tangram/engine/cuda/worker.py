@@ -39,11 +39,11 @@ class TangramGPUWorker(ProfilingWorker, SpillingWorker, Worker):
         return super().compile_or_warm_up_model()
 
     def determine_available_memory(self) -> int:
-        """What vLLM would give the KV cache, less our tables and the scores of documents.
+        """What vLLM would give the KV cache, less our tables; memory that the user states goes to pages alone.
 
-        Memory that the user states goes to pages alone.
+        Scores of documents are on the device already, so vLLM has seen them.
         """
         available = int(super().determine_available_memory())
         if self.cache_config.kv_cache_memory_bytes:
             return available
-        return available - self.model_runner.table_bytes() - self.model_runner.known.num_bytes
+        return available - self.model_runner.table_bytes()
