@@ -86,6 +86,7 @@ class Request:
     ) -> None:
         self.slot, self.prompt_len, self.retention = slot, prompt_len, retention
         self.chunks_per_step = chunks_per_step
+        self.replayed = 1  # tokens of a step after the prompt; more of them were generated before a preemption
         self.computed = 0
         self.pages = 0
         self.document: torch.Tensor | None = None  # [L, H, T] scores of what it begins with
@@ -99,7 +100,7 @@ class Request:
     @property
     def next_tokens(self) -> int:
         if self.computed >= self.prompt_len:
-            return 1
+            return self.replayed
         return min(self.chunks_per_step * CHUNK - self.computed % CHUNK, self.prompt_len - self.computed)
 
 
@@ -296,6 +297,23 @@ def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(4):
         engine.step([most, two, one])
     assert [request.computed for request in (most, two, one)] == [2 * CHUNK + 4, 4 * CHUNK - 7, 2 * CHUNK + 2]
+
+
+def test_replayed_tokens_beside_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They attend to what their prompt kept and to those before, in pieces that begin anywhere; all of them stay."""
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    generator = torch.Generator().manual_seed(13)
+    engine = Engine(4, "keydiff")
+    resumed, going_on = Request(2, 90, 0.3, generator), Request(0, 3 * CHUNK + 20, 0.5, generator)
+    fresh = Request(1, 2 * CHUNK, 1.0, generator, chunks_per_step=2)
+    engine.admit(resumed)
+    engine.step([resumed])
+    engine.step([resumed])
+    for request in (going_on, fresh):
+        engine.admit(request)
+    for resumed.replayed in (37, 9, 1, 2):
+        engine.step([resumed, going_on, fresh])
+    assert (resumed.computed, going_on.computed) == (90 + 37 + 9 + 1 + 2, 3 * CHUNK + 20)
 
 
 def test_a_document_is_selected_by_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:

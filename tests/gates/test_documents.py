@@ -69,6 +69,17 @@ def test_templates_that_do_not_take_it(dense: DenseModel) -> None:
     assert document_ids(refuses, "abc") == [97 - 33, 98 - 33, 99 - 33]  # the tests' alphabet begins with "!"
 
 
+def test_a_date_before_the_document(dense: DenseModel) -> None:
+    """Scores of today would be found by no prompt of tomorrow, and nobody would tell."""
+    dated = PreTrainedTokenizerFast(tokenizer_object=dense.tokenizer.backend_tokenizer)
+    text = "{{ messages[0]['content'] }}"
+    dated.chat_template = text + "{{ strftime_now('%d %b %Y') }}"
+    assert document_ids(dated, [{"role": "system", "content": "abc"}]) == [97 - 33, 98 - 33, 99 - 33]
+    dated.chat_template = "{{ strftime_now('%d %b %Y') }}" + text
+    with pytest.raises(TangramError, match="writes the day's date before the document"):
+        document_ids(dated, [{"role": "system", "content": "abc"}])
+
+
 def test_reading_documents(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text(TEXT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +27,8 @@ the beginning of a prompt without a template."""
 #: What may follow a document. Where a text is cut into tokens may depend on its next characters, so only tokens that
 #: are the same whichever of these follows belong to the document.
 _FOLLOWING = ("", "a", " 1", "\n\nA", ".", "\u4e00")
+#: What templates ask for the date, on no day on which anybody scores.
+_ANOTHER_DAY = {"strftime_now": datetime(1999, 11, 30).strftime}
 
 
 def read_document(path: Path, place: Place) -> list[dict[str, str]] | str:
@@ -70,7 +73,7 @@ def document_ids(tokenizer: Any, document: Sequence[dict[str, str]] | str) -> li
         Token ids, those of the chat template before the text included.
 
     Raises:
-        TangramError: the chat template does not take these messages, or there is none.
+        TangramError: the chat template does not take these messages, or writes a date before them, or there is none.
 
     """
     if isinstance(document, str):
@@ -78,10 +81,20 @@ def document_ids(tokenizer: Any, document: Sequence[dict[str, str]] | str) -> li
     if not tokenizer.chat_template:
         raise TangramError("the model has no chat template: give the document as the text of a prompt (--as prompt)")
     try:
-        rendered = list(_rendered(tokenizer, document))
+        today, another_day = (list(_rendered(tokenizer, document, **options)) for options in ({}, _ANOTHER_DAY))
     except (TemplateError, ValueError, TypeError) as error:
         raise TangramError(f"the model's chat template does not take such messages: {error}") from None
-    return _beginning([tokenizer.encode(text, add_special_tokens=False) for text in rendered])
+    ids, ids_then = (
+        _beginning([tokenizer.encode(text, add_special_tokens=False) for text in rendered])
+        for rendered in (today, another_day)
+    )
+    if ids != ids_then:
+        raise TangramError(
+            "the model's chat template writes the day's date before the document, so no prompt of another day would "
+            "begin with what was scored: give the model's folder a template that writes none, or give the document as "
+            "the text of a prompt (--as prompt)"
+        )
+    return ids
 
 
 def _beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -89,13 +102,13 @@ def _beginning(prompts: Sequence[Sequence[int]]) -> list[int]:
     return [first for first, *_ in takewhile(lambda tokens: len(set(tokens)) == 1, zip(*prompts, strict=False))]
 
 
-def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Iterator[str]:
+def _rendered(tokenizer: Any, messages: Sequence[dict[str, str]], **options: Any) -> Iterator[str]:
     """Chats that begin with the messages, of which the last is ended, or goes on in one way or another."""
     *before, last = messages
     question = [] if last["role"] == "user" else [{"role": "user", "content": "?"}]
     for text in _FOLLOWING:
         chat = [*before, {**last, "content": last["content"] + text}, *question]
-        yield tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        yield tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **options)
 
 
 def score_document(model: DenseModel, ids: Sequence[int], info: dict[str, str]) -> DocumentScores:
