@@ -123,9 +123,8 @@ def check(server: Server, record: Record, total: int) -> None:
     assert server.metric("tangram:pages_reclaimed") == 0
     assert server.metric("tangram:waiting_pages") == 0
     assert server.metric("vllm:num_requests_running") == server.metric("vllm:num_requests_waiting") == 0
-    assert server.metric("tangram:preemptions") > 0
+    assert server.metric("tangram:preemptions") > 0, "the pool was never full"  # looks may miss it on a fast machine
     assert server.metric("tangram:sessions_reused") > 0
-    assert max(record.used) > 0.9 * POOL
     assert not re.search("BrokenInvariant|EngineDeadError|AssertionError", server.log.read_text())
 
 
