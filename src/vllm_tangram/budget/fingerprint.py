@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -65,6 +66,24 @@ def check_same_model(recorded: dict[str, Any], served: dict[str, Any]) -> list[s
             ours, theirs = str(ours)[:12], str(theirs)[:12]
         differences.append(f"{name}: recorded {ours}, served {theirs}")
     return differences
+
+
+def check_made_for(
+    what: str, sizes: Mapping[str, int], recorded: Mapping[str, Any], served: Mapping[str, Any]
+) -> list[str]:
+    """Why tensors that were made for one model do not fit another: their sizes or, where these fit, the fingerprints.
+
+    Args:
+        what: begins a sentence that ends with "for" a size, such as "the scores are".
+        sizes: of the tensors, by their name in a fingerprint.
+        recorded: fingerprint of the model that they were made for.
+        served: of the other one.
+
+    """
+    problems = [
+        f"{name}: {what} for {own}, served {served.get(name)}" for name, own in sizes.items() if own != served.get(name)
+    ]
+    return problems or check_same_model(dict(recorded), dict(served))
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
-from vllm_tangram.budget.fingerprint import check_same_model
+from vllm_tangram.budget.fingerprint import check_made_for
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import write_atomically
 from vllm_tangram.tensor_file import TensorFile
@@ -96,12 +96,8 @@ class DocumentScores:
             TangramError: names what the file says and what is served.
 
         """
-        problems = [
-            f"{name}: the scores are for {own}, served {model.get(name)}"
-            for name, own in zip(("num_hidden_layers", "num_key_value_heads"), self.scores.shape, strict=False)
-            if own != model.get(name)
-        ]
-        problems = problems or check_same_model(self.model, dict(model))
+        sizes = dict(zip(("num_hidden_layers", "num_key_value_heads"), self.scores.shape, strict=False))
+        problems = check_made_for("the scores are", sizes, self.model, model)
         if problems:
             raise TangramError(
                 f"--document-scores: {self.source} does not fit ({'; '.join(problems)}); score the document with this "

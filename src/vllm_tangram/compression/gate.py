@@ -25,7 +25,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm
 
-from vllm_tangram.budget.fingerprint import check_same_model
+from vllm_tangram.budget.fingerprint import check_made_for
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import write_atomically
 from vllm_tangram.tensor_file import TensorFile, UnreadableFile
@@ -223,16 +223,12 @@ class Gate:
             TangramError: names what the gate says and what is served.
 
         """
-        problems = [
-            f"{name}: the gate's weights are for {own}, served {model.get(name)}"
-            for name, own in (
-                ("num_hidden_layers", self.num_layers),
-                ("num_key_value_heads", self.num_kv_heads),
-                ("hidden_size", self.hidden_size),
-            )
-            if own != model.get(name)
-        ]
-        problems = problems or check_same_model(self.model, dict(model))
+        sizes = {
+            "num_hidden_layers": self.num_layers,
+            "num_key_value_heads": self.num_kv_heads,
+            "hidden_size": self.hidden_size,
+        }
+        problems = check_made_for("the gate's weights are", sizes, self.model, model)
         if problems:
             raise TangramError(
                 f"gate {self.source} does not fit ({'; '.join(problems)}); give a gate of this model, or train one "
