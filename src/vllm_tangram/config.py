@@ -57,9 +57,9 @@ class TangramConfig(BaseModel):
     grouping: Grouping = "global"
     alpha: float = Field(2.0, ge=0, le=10)
     margin: Margin = "inside"
-    chunk_size: int = Field(2048, ge=32)
+    chunk_size: int = Field(1024, ge=32)
     sinks: int = Field(4, ge=0)
-    window: int = Field(64, ge=1)
+    window: int = Field(16, ge=1)
     session_spill_gib: float = Field(0.0, ge=0, allow_inf_nan=False)
     session_ttl: float = Field(0.0, ge=0, allow_inf_nan=False)
 

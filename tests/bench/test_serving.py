@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from vllm_tangram.bench import groups, prefill, serving, throughput, ttft
 from vllm_tangram.bench.prefill import Prefilled, Reclaim, compress_and_reclaim
+from vllm_tangram.bench.profiler import own_kernels
 from vllm_tangram.bench.results import Results
 from vllm_tangram.bench.serving import Engine, Setup, Started
 from vllm_tangram.bench.sizing import card_kv_bytes, graph_sizes, kv_heads, model_options
@@ -249,10 +250,10 @@ def test_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = JITFunction()
     monkeypatch.setitem(sys.modules, "vllm_tangram.made_up", SimpleNamespace(select=kernel, other=3))
     monkeypatch.setitem(sys.modules, "others.made_up", SimpleNamespace(theirs=JITFunction()))
-    before = prefill._own_kernels()
+    before = own_kernels()
     assert "_select" in before
     monkeypatch.delitem(sys.modules, "vllm_tangram.made_up")
-    assert prefill._own_kernels() == before - {"_select"}
+    assert own_kernels() == before - {"_select"}
 
 
 def test_step_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_built_in_texts_are_as_long_as_asked_for(tmp_path: Path, calls: list[dic
         (["-o", "/dev/null"], "--output /dev/null is not a regular file"),
         (["-o", "p", "--samples", "bad.jsonl"], "samples: bad.jsonl, line 2: not valid JSON"),
         (["-o", "p", "--scorer", "tarot"], "--scorer: unknown scorer 'tarot'"),
-        (["-o", "p", "--max-tokens", "100"], "--max-tokens 100 leaves nothing to choose from"),
+        (["-o", "p", "--max-tokens", "30"], "--max-tokens 30 leaves nothing to choose from"),
     ],
 )
 def test_refused_before_an_engine_starts(

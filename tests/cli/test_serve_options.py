@@ -136,7 +136,7 @@ def test_the_embedded_model_has_a_name(monkeypatch: pytest.MonkeyPatch, model: s
         ([MODEL, "--worker-cls", "mine.Worker"], "--worker-cls is set by vllm-tangram"),
         ([MODEL, "--kv-cache-dtype", "fp8"], "not supported by vllm-tangram: --kv-cache-dtype: quantised"),
         ([MODEL, "--block-size", "16"], "--block-size must be a multiple of 32"),
-        ([MODEL, "--max-num-batched-tokens", "2048"], "--max-num-batched-tokens 2048 leaves no room"),
+        ([MODEL, "--max-num-batched-tokens", "1024"], "--max-num-batched-tokens 1024 leaves no room"),
         (
             [MODEL, "--kv-cache-memory-bytes", "100000"],
             "-bytes 100000 is too small: .* need [0-9]+ bytes",

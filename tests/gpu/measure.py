@@ -26,25 +26,30 @@ from vllm_tangram.bench.multiturn import replayed
 from vllm_tangram.bench.prefill import prefill
 from vllm_tangram.bench.process import EngineProcess
 from vllm_tangram.bench.serving import Engine, Setup, describe
-from vllm_tangram.bench.throughput import Workload, serve
+from vllm_tangram.bench.sizing import kv_bytes_per_token
+from vllm_tangram.bench.throughput import Workload, decode_kernels, serve
 from vllm_tangram.bench.traffic import Conversations
 from vllm_tangram.bench.ttft import Arrivals, first_tokens
+from vllm_tangram.cli.bench_options import on_cuda
 from vllm_tangram.engine.stepper import EngineStepper
 
 _GIB = 1 << 30
+_TURNS_WITHIN = 80.0  # seconds of conversations: stock's pace is that of its prefills from the first turn to the last
 STOCK, OURS = Engine.parse("stock"), Engine.parse("0.25")
+# Half the default chunks, and blocks so small that the windows are no more of a chunk.
+SMALL = Engine("0.25, chunks of 512, blocks of 32", 0.25, {"chunk_size": 512, "block_size": 32})
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is asked of the engines; requests of throughput are those of stock, ours gets four times as many."""
+    """What is asked of the engines; requests of throughput are those of stock, compressed ones get up to four times."""
 
     setup: Setup
     prompt: int
     long: Workload
     mid: Workload
     host: Workload
-    talk: Conversations
+    talks: tuple[Conversations, ...]
     arrivals: Arrivals
     rates: tuple[float, ...]
     max_seconds: float
@@ -59,22 +64,27 @@ class Sizes:
             kv_bytes=24 * _GIB,
             kv_tokens=0,
             max_num_seqs=96,
-            chunk_size=2048,
+            chunk_size=1024,
             enforce_eager=False,
             step_tokens=8192,
             prefix_caching=True,
         )
         long, mid, host = Workload(32768, 2048, 15), Workload(8192, 1024, 34), Workload(2048, 128, 64)
-        talk = Conversations(29, 14, 12000, 300, 150, begin_within=8.0)
-        return cls(setup, 32768, long, mid, host, talk, Arrivals(30720, 256, 16), (0.4, 0.8, 1.2), 110.0, 10 * _GIB)
+        # Both three times the pool; the second are those of `tangram bench multiturn`.
+        talks = (
+            Conversations(29, 14, 12000, 300, 150, begin_within=8.0),
+            Conversations(26, 8, 16384, 256, 256, begin_within=8.0),
+        )
+        return cls(setup, 32768, long, mid, host, talks, Arrivals(30720, 256, 16), (0.5, 1.0, 1.5), 110.0, 7 * _GIB)
 
     @classmethod
     def tiny(cls) -> Sizes:
         """The embedded model; shows that the script works, and nothing else."""
         setup = Setup("embedded", None, 200 << 20, 0, 8, 128, enforce_eager=True, step_tokens=512, prefix_caching=True)
+        setup = replace(setup, options={"budgets": "uniform"})  # no profile has to be made
         short = Workload(64, 8, 2)
-        talk, arrivals = Conversations(2, 2, 200, 20, 8, begin_within=1.0), Arrivals(256, 4, 3)
-        return cls(setup, 256, Workload(256, 16, 2), short, short, talk, arrivals, (2.0,), 20.0, 100 << 20)
+        talks, arrivals = (Conversations(2, 2, 200, 20, 8, begin_within=1.0),), Arrivals(256, 4, 3)
+        return cls(setup, 256, Workload(256, 16, 2), short, short, talks, arrivals, (2.0,), 20.0, 100 << 20)
 
 
 class Report:
@@ -110,34 +120,43 @@ def start(stack: ExitStack, report: Report, setup: Setup, engines: Sequence[Engi
 
 def phase_1(report: Report, sizes: Sizes) -> None:
     """Stock vLLM beside ours."""
-    length = max(sizes.long.max_model_len, sizes.talk.max_model_len, sizes.arrivals.max_model_len)
+    length = max(part.max_model_len for part in (sizes.long, *sizes.talks, sizes.arrivals))
     with ExitStack() as stack:
-        processes = start(stack, report, sizes.setup, [STOCK, OURS], length)
+        processes = start(stack, report, sizes.setup, [STOCK, OURS, SMALL], length)
         for key, process in processes.items():
-            more = 1 if key == STOCK.key else 4
             report.add(process, "prefill", prefill, sizes.prompt, 5, key != STOCK.key)
-            for what in ("host", "mid", "long"):
+            for number, talk in enumerate(sizes.talks):
+                report.add(process, f"conversations {number}", replayed, talk, _TURNS_WITHIN)
+        for key, process in processes.items():
+            if key == SMALL.key:
+                continue
+            more = 1 if key == STOCK.key else 4
+            report.add(process, "host", serve, sizes.host, sizes.max_seconds)
+            if on_cuda():
+                report.add(process, "kernels", decode_kernels, sizes.host)
+            for what in ("mid", "long"):
                 workload: Workload = getattr(sizes, what)
-                wanted = workload if what == "host" else replace(workload, requests=more * workload.requests)
+                wanted = replace(workload, requests=more * workload.requests)
                 report.add(process, what, serve, wanted, sizes.max_seconds)
-            report.add(process, "conversations", replayed, sizes.talk, sizes.max_seconds)
             for rate in sizes.rates:
                 report.add(process, f"ttft at {rate:g}/s", first_tokens, sizes.arrivals, rate)
 
 
 def phase_2(report: Report, sizes: Sizes) -> None:
-    """The ablation, and pages of 1 and 16 heads; prompts have nothing in common, so nothing is kept for later ones."""
+    """Retentions, the ablation, and pages of one head; prompts have nothing in common, so nothing is kept for later."""
     setup = replace(sizes.setup, kv_bytes=sizes.small_pool, prefix_caching=False)
     steps = [Engine.parse(f"{OURS.key}/{step}") for step in ("unified", "groups", "splits")]
-    groups = engines_of(steps[-1], (1, 16))
+    # With the number of batches; a batch has as many requests as fit stock at once.
+    engines = [(STOCK, 2), (Engine.parse("1"), 2), (Engine.parse("0.5"), 4)]
+    engines += [(engine, 7) for engine in (*steps, *engines_of(steps[-1], (1,)))]
+    fit = max(sizes.small_pool // (sizes.mid.max_model_len * kv_bytes_per_token(setup.model)), 1)
     with ExitStack() as stack:
-        processes = start(stack, report, setup, [STOCK, *steps, *groups], sizes.mid.max_model_len)
-        for key, process in processes.items():
-            if key != STOCK.key:
+        processes = start(stack, report, setup, [engine for engine, _ in engines], sizes.mid.max_model_len)
+        for engine, count in engines:
+            process = processes[engine.key]
+            if engine.retention is not None:
                 report.add(process, "groups", describe_groups, sizes.mid.prompt_tokens)
-            more = 1 if key == STOCK.key else 4
-            wanted = replace(sizes.mid, requests=more * max(sizes.mid.requests // 2, 1))
-            report.add(process, "mid", serve, wanted, sizes.max_seconds)
+            report.add(process, "mid", serve, replace(sizes.mid, requests=count * fit), sizes.max_seconds)
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from vllm_tangram.bench.process import EngineProcess
+from vllm_tangram.bench.profiler import gpu_kernels, own_kernels
 from vllm_tangram.bench.serving import Engine, Setup, Started, random_prompt, run_alone, run_engines
 
 if TYPE_CHECKING:
@@ -120,8 +120,8 @@ def prefill(stepper: EngineStepper, prompt_tokens: int, repeats: int, compressin
         taken, steps, host = _one(stepper, str(number), random_prompt(random, prompt_tokens))
         seconds.append(taken)
         hosts.append(host)
-    kernels = _gpu_kernels(lambda: _one(stepper, "profiled", random_prompt(random, prompt_tokens)))
-    own = _own_kernels()
+    kernels = gpu_kernels(lambda: _one(stepper, "profiled", random_prompt(random, prompt_tokens)))
+    own = own_kernels()
     listed = sorted(kernels, key=kernels.__getitem__, reverse=True)[:_LISTED]
     return Prefilled(
         seconds=tuple(seconds),
@@ -186,27 +186,3 @@ def compress_and_reclaim(scheduler: Any, prompt_tokens: int, repeats: int) -> Re
         at_once_reclaim=1 + (free - full) // kept,
         at_once_unreclaimed=free // full,
     )
-
-
-def _gpu_kernels(run: Callable[[], object]) -> dict[str, float]:
-    """GPU seconds by kernel while ``run`` runs, under the profiler; empty without CUDA."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    if not torch.cuda.is_available():
-        return {}
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        run()
-        torch.cuda.synchronize()
-    return {
-        event.key: 1e-6 * event.self_device_time_total
-        for event in profiler.key_averages()
-        if event.self_device_time_total > 0
-    }
-
-
-def _own_kernels() -> set[str]:
-    """Names of the Triton kernels in this package's loaded modules."""
-    modules = [module for name, module in sys.modules.items() if name.startswith("vllm_tangram.")]
-    values = [value for module in modules for value in vars(module).values()]
-    return {value.__name__ for value in values if type(value).__name__ == "JITFunction"}

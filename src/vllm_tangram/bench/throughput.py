@@ -12,12 +12,14 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from vllm_tangram.bench.process import EngineProcess
+from vllm_tangram.bench.profiler import gpu_kernels
 from vllm_tangram.bench.serving import Engine, Setup, Started, random_prompt, run_alone, run_engines
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from vllm_tangram.engine.stepper import Advance, EngineStepper
 
+_PROFILED = 32  # decode steps
 _SAMPLED = 16  # steps between two looks at what requests hold: the look takes time, too
 
 
@@ -128,6 +130,40 @@ def serve(stepper: EngineStepper, workload: Workload, max_seconds: float | None 
     preemptions = stepper.preemptions
     stepper.abort_all()
     return log.served(preemptions)
+
+
+def decode_kernels(stepper: EngineStepper, workload: Workload) -> dict[str, float]:
+    """Run in the engine's process: how much of a decode step the GPU works. Needs CUDA.
+
+    Under asynchronous scheduling the host prepares a step while the GPU computes the one before; what of a step's time
+    the GPU does not work is what the host did not hide.
+
+    Args:
+        stepper: the engine.
+        workload: requests that run all at once, each long enough for 64 steps after the others' prefill.
+
+    Raises:
+        TangramError: a request ended before so many steps.
+
+    Returns:
+        ``wall``: median seconds of a decode step of all requests, taken before the profiler slows the host;
+        ``gpu``: seconds of all kernels of such a step, mean of 32.
+
+    """
+    random = Random(1)
+    for number in range(workload.requests):
+        stepper.add_counted(str(number), random_prompt(random, workload.prompt_tokens), workload.output_tokens)
+    walls: list[float] = []
+    while len(walls) < _PROFILED:
+        step = stepper.advance()
+        if step.finished:
+            raise TangramError(
+                f"{workload.output_tokens} new tokens are too few to time {_PROFILED} decode steps of all"
+            )
+        walls = [*walls, step.seconds] if step.decode_only and step.running == workload.requests else []
+    kernels = gpu_kernels(lambda: [stepper.advance() for _ in range(_PROFILED)])
+    stepper.abort_all()
+    return {"wall": median(walls), "gpu": sum(kernels.values()) / _PROFILED}
 
 
 class _Log:

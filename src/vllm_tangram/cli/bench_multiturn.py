@@ -13,6 +13,7 @@ from vllm_tangram.cli import bench_options as opt
 from vllm_tangram.cli import bench_reports
 from vllm_tangram.cli.bench_reports import Report, column, number, print_notes, ratio
 from vllm_tangram.cli.rendering import console, table
+from vllm_tangram.config import TangramConfig
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 # By whether there is CUDA.
 _TALK = {True: (8, 16384, 256, 256), False: (5, 1500, 60, 24)}  # turns, first prompt, text of a turn, answer
 _TRACE = {True: (1.0, 1.0, 1000, 65536), False: (0.2, 40.0, 40, 4096)}  # scale, speed, requests, longest request
-_CHUNK = {True: 2048, False: 512}  # a prefix is reused in whole chunks
+# A prefix is reused in whole chunks, and the conversations of a CPU are short.
+_CHUNK = {True: TangramConfig.model_fields["chunk_size"].default, False: 512}
 _WORKING_SET = 3.0
 
 _TRACE_FILE = "Requests of this file instead, in the format of Mooncake's traces."
@@ -97,7 +99,7 @@ def multiturn(
         int | None,
         typer.Option(
             help="Prompt tokens that ours compresses at once; a prefix is reused in whole chunks.  "
-            "[default: 2048; without CUDA 512]",
+            f"[default: {_CHUNK[True]}; without CUDA {_CHUNK[False]}]",
             min=32,
             show_default=False,
         ),

@@ -12,7 +12,7 @@ neighbours that exist; the published code also counts zeros beyond the ends, whi
 every chunk where the paper, with one chunk per prompt, only touches protected sinks and the window's edge. The last
 w tokens are protected; 1 is the most that a mean attention weight can be, so they win even if they are not.
 
-Defaults: window 64 (the engine's ``window``), pooling kernel 5. Cost: O(w * T * Hq * d) time, O(w * T * Hq) memory.
+Defaults: window 16 (the engine's ``window``), pooling kernel 5. Cost: O(w * T * Hq * d) time, O(w * T * Hq) memory.
 """
 
 from __future__ import annotations
