@@ -9,7 +9,8 @@ which takes a second pass. A gate is trained once per model to predict that scor
     score = mean over the group of 1 / (1 + sum_s exp(l_s - l))
 
 ``b`` is added once, in training as in inference (the published training code adds it twice). Published gates have an
-inner size i and S of 16. Cost per layer: O(T * D * i * (Hq + H)) time, O(T * (D + Hq * (i + S))) float32 memory.
+inner size i and S of 16. Cost per layer: O(T * D * i * (Hq + H)) time, O(T * (D + Hq * (i + S))) float32 memory; on a
+GPU see `split_gate`.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class Gate:
             dtype: of the hidden states.
 
         Returns:
-            On a GPU, for types of 16 bits, a `SplitGate`, whose scores are as exact; else a gate as this one.
+            On a GPU, for types of 16 bits, a `SplitGate`, whose scores are within 1e-5; else a gate as this one.
 
         """
         side = max(self.weights.k_base.shape[2:])
