@@ -48,10 +48,11 @@ def lengths(
     ]
     pieces = pieces_of(token_counts("--lengths", lengths), chunk_size)
     dense = DenseModel.load(embedded_model() if model == "embedded" else model, device=usable_device(device))
-    scored = gate_of(names, gate, dense)
+    found_gate = gate_of(names, gate, dense)
+    placed = None if found_gate is None else found_gate.placed(dense.device, dense.dtype)
     longest = max(piece.stop for piece in pieces)
     samples = pilot_samples(num_samples, tokens=longest)
-    made = [get_scorer(name, scored) for name in names]
+    made = [get_scorer(name, placed) for name in names]
     with progress_bars() as start:
         found = measure_lengths(dense, made, samples, pieces, configs[0], start("texts", num_samples))
     report = {

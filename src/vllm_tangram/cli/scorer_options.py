@@ -53,7 +53,7 @@ def usable_device(name: str) -> str:
 
 
 def gate_of(scorers: Iterable[str], given: Path | None, dense: DenseModel) -> TrainedGate | None:
-    """The gate that scorers of a model are made with, on the model's device; None if none of them needs one.
+    """The gate that scorers of a model are made with; None if none of them needs one.
 
     Args:
         scorers: by name.
@@ -70,7 +70,7 @@ def gate_of(scorers: Iterable[str], given: Path | None, dense: DenseModel) -> Tr
 
     if not any(map(needs_gate, scorers)):
         return None
-    return Gate.load(find_gate(given, dense.fingerprint)).to(dense.device)
+    return Gate.load(find_gate(given, dense.fingerprint))
 
 
 def checkpoint_folder(model: str) -> Path:

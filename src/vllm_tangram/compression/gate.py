@@ -9,7 +9,8 @@ which takes a second pass. A gate is trained once per model to predict that scor
     score = mean over the group of 1 / (1 + sum_s exp(l_s - l))
 
 ``b`` is added once, in training as in inference (the published training code adds it twice). Published gates have an
-inner size i and S of 16. Cost per layer: O(T * D * i * (Hq + H)) time, O(T * (D + Hq * (i + S))) float32 memory.
+inner size i and S of 16. Cost per layer: O(T * D * i * (Hq + H)) time, O(T * (D + Hq * (i + S))) float32 memory; on a
+GPU see `split_gate`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors.torch import save as to_safetensors
@@ -30,7 +31,9 @@ from vllm_tangram.errors import TangramError
 from vllm_tangram.files import write_atomically
 from vllm_tangram.tensor_file import TensorFile, UnreadableFile
 
-_EPSILON = 1e-6
+#: Added to the mean square under the root of both norms.
+EPSILON = 1e-6
+_MOST_SPLIT = 64  # inner size and sinks of a `SplitGate`: what a GPU's smallest shared memory, of 99 KiB, can hold
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,8 +73,8 @@ class GateWeights:
         hidden = hidden.float()
         query = linear(hidden, self.q_weight, self.q_bias).view(len(hidden), num_heads, -1, inner)
         key = linear(hidden, self.k_weight).view(len(hidden), num_heads, 1, inner)
-        query = rms_norm(query, (inner,), self.q_norm, _EPSILON) * inner**-0.5  # [T, H, group, i]
-        key = rms_norm(key, (inner,), self.k_norm, _EPSILON)
+        query = rms_norm(query, (inner,), self.q_norm, EPSILON) * inner**-0.5  # [T, H, group, i]
+        key = rms_norm(key, (inner,), self.k_norm, EPSILON)
         own = (query * key).sum(-1) + self.bias  # [T, H, group]
         sinks = (query.transpose(0, 1).flatten(1, 2) @ self.k_base.transpose(1, 2)).logsumexp(-1)  # [H, T * group]
         sinks = sinks.view(num_heads, len(hidden), -1)
@@ -86,6 +89,14 @@ _FILE = TensorFile(
     tensors=tuple(item.name for item in fields(GateWeights)),
     command="tangram gate train",
 )
+
+
+class PlacedGate(Protocol):
+    """A gate on the device where it scores."""
+
+    def scores(self, layer: int, hidden: Tensor) -> Tensor:
+        """See `Gate.scores`."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,8 +212,22 @@ class Gate:
         )
         return replace(self, weights=weights)
 
-    def to(self, device: torch.device | str) -> Gate:
-        """The same gate with its weights on a device."""
+    def placed(self, device: torch.device | str, dtype: torch.dtype) -> PlacedGate:
+        """The same gate, on a device, for the hidden states of a model.
+
+        Args:
+            device: where it scores.
+            dtype: of the hidden states.
+
+        Returns:
+            On a GPU, for types of 16 bits, a `SplitGate`, whose scores are within 1e-5; else a gate as this one.
+
+        """
+        side = max(self.weights.k_base.shape[2:])
+        if torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16) and side <= _MOST_SPLIT:
+            from vllm_tangram.compression.split_gate import SplitGate  # needs Triton
+
+            return SplitGate(self, device, dtype)
         return replace(self, weights=self.weights.map(lambda tensor: tensor.to(device)))
 
     def digest(self) -> str:

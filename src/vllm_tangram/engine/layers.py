@@ -54,7 +54,7 @@ def adopt_layers(
     )
     check_layers(layers, num_kv_heads=groups_of(vllm_config).group.shape[1])
     first_name = layers[0][0]
-    scorer = scorer_of(plan, rank_of(vllm_config), device)
+    scorer = scorer_of(plan, rank_of(vllm_config), device, vllm_config.model_config.dtype)
     ropes: dict[int, Rope] = {}
     hidden = HiddenStates(vllm_config, device) if "hidden" in scorer.needs else None
     mean = mean_over_ranks(vllm_config)

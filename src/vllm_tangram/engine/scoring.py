@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from vllm_tangram.engine.inputs import HiddenStates
 
 
-def scorer_of(plan: RetentionPlan, rank: int, device: torch.device) -> Scorer:
-    """The scorer of a plan's options for the heads of one rank, with its gate on the device."""
+def scorer_of(plan: RetentionPlan, rank: int, device: torch.device, dtype: torch.dtype) -> Scorer:
+    """The scorer of a plan's options for the heads of one rank, with its gate on the device of a model of that type."""
     config = plan.config
-    gate = None if config.gate is None else Gate.load(config.gate).part(*plan.sharding.part(rank)).to(device)
-    return get_scorer(config.scorer, gate)
+    if config.gate is None:
+        return get_scorer(config.scorer)
+    return get_scorer(config.scorer, Gate.load(config.gate).part(*plan.sharding.part(rank)).placed(device, dtype))
 
 
 def mean_over_ranks(vllm_config: VllmConfig) -> Callable[[Tensor], Tensor]:

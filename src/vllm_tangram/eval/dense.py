@@ -201,6 +201,11 @@ class DenseModel:
         """Where it computes."""
         return self._model.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In what it computes: the type of its hidden states."""
+        return self._model.dtype
+
     def prefill(
         self, ids: Sequence[int], scorer: Scorer, plan: RetentionPlan, schedule: EvictionSchedule
     ) -> DenseState:

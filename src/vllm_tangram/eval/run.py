@@ -100,7 +100,10 @@ class Evaluation:
         self.chunked = chunked
         names = dict.fromkeys(setting.scorer for setting in wanted if setting != REFERENCE)
         self._oracles = {name: oracle for name, oracle in (oracles or {}).items() if name in names}
-        self._scorers: dict[str, Scorer] = {name: get_scorer(name, gate) for name in names if name not in self._oracles}
+        placed = None if gate is None else gate.placed(model.device, model.dtype)
+        self._scorers: dict[str, Scorer] = {
+            name: get_scorer(name, placed) for name in names if name not in self._oracles
+        }
         self._plan = lru_cache(maxsize=1024)(self._build_plan)
 
     def ask(self, case: Case, length: int, number: int) -> list[Answer]:

@@ -2,7 +2,7 @@
 """Importance scorers, one per file. A new one needs its file, its line in `registry` and a reference in the tests."""
 
 from vllm_tangram.compression.base import Scorer
-from vllm_tangram.compression.gate import Gate
+from vllm_tangram.compression.gate import PlacedGate
 from vllm_tangram.compression.scorers.expected_attention import ExpectedAttention
 from vllm_tangram.compression.scorers.fastkvzip import FastKVzip
 from vllm_tangram.compression.scorers.keydiff import KeyDiff
@@ -33,12 +33,12 @@ def needs_gate(name: str) -> bool:
     return name in registry and "gate" in registry[name].needs
 
 
-def get_scorer(name: str, gate: Gate | None = None) -> Scorer:
+def get_scorer(name: str, gate: PlacedGate | None = None) -> Scorer:
     """Make the scorer called ``name``.
 
     Args:
         name: what users write.
-        gate: for scorers that need one, on the device where they score; others do not look at it.
+        gate: for scorers that need one, placed where they score (`Gate.placed`); others do not look at it.
 
     Raises:
         TangramError: there is none, or it needs a gate.

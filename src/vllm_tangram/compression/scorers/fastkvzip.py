@@ -17,14 +17,14 @@ from typing import ClassVar
 from torch import Tensor
 
 from vllm_tangram.compression.base import ChunkContext, Need, Scorer
-from vllm_tangram.compression.gate import Gate
+from vllm_tangram.compression.gate import PlacedGate
 
 
 class FastKVzip(Scorer):
     """Score by a trained gate.
 
     Args:
-        gate: of the model, on its device.
+        gate: of the model, on its device (`Gate.placed`).
 
     """
 
@@ -33,7 +33,7 @@ class FastKVzip(Scorer):
     needs: ClassVar[frozenset[Need]] = frozenset({"hidden", "gate"})
     packs: ClassVar[bool] = True
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: PlacedGate) -> None:
         self.gate = gate
 
     def score(self, query: Tensor, key: Tensor, value: Tensor, context: ChunkContext) -> Tensor:
