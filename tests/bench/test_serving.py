@@ -78,7 +78,7 @@ class FakeStepper:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def add_counted(self, name: str, prompt: list[int], max_tokens: int) -> None:
+    def add_counted(self, name: str, prompt: list[int], max_tokens: int, retention: float | None = None) -> None:
         assert name not in self.left
         self.left[name] = max_tokens
         self.fresh.add(name)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What docs/performance.md says of whole engines on a GPU, in one run: engines start together and are measured alone.
 
-    python tests/gpu/measure.py OUT --profile q3.safetensors [--phase 1] [--phase 2] [--tiny]
+    python tests/gpu/measure.py OUT --profile FILE --gate FILE --gate-profile FILE [--phase 1] [--phase 2] [--tiny]
 
 The commands of ``tangram bench`` start their engines one after another, which takes longer than measuring; this calls
 the same functions. Writes a line of JSON per measurement to OUT/measured.jsonl as soon as it is there. Phase 1 is stock
-vLLM and retention 0.25, phase 2 the paper's ablation and group sizes. ``--tiny`` tries the script on a CPU.
+vLLM and retention 0.25, phase 2 the paper's ablation, group sizes and a gate. ``--tiny`` tries the script on a CPU.
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class Sizes:
     talks: tuple[Conversations, ...]
     arrivals: Arrivals
     rates: tuple[float, ...]
+    gated: Engine
     max_seconds: float
     small_pool: int  # bytes; of phase 2, which has more engines
 
     @classmethod
-    def of_gpu(cls, profile: Path | None) -> Sizes:
+    def of_gpu(cls, profile: Path, gate: Path, gate_profile: Path) -> Sizes:
         """Shapes of Qwen3-4B, a pool of 24 GiB: an 80 GB card holds two such engines, an H200 four."""
         setup = Setup(
             model="qwen3-4b",
@@ -75,7 +76,9 @@ class Sizes:
             Conversations(29, 14, 12000, 300, 150, begin_within=8.0),
             Conversations(26, 8, 16384, 256, 256, begin_within=8.0),
         )
-        return cls(setup, 32768, long, mid, host, talks, Arrivals(30720, 256, 16), (0.5, 1.0, 1.5), 110.0, 7 * _GIB)
+        gated = Engine("0.25, gate", 0.25, {"gate": str(gate), "profile": str(gate_profile)})
+        arrivals, rates = Arrivals(30720, 256, 16), (0.5, 1.0, 1.5)
+        return cls(setup, 32768, long, mid, host, talks, arrivals, rates, gated, 110.0, 7 * _GIB)
 
     @classmethod
     def tiny(cls) -> Sizes:
@@ -84,7 +87,8 @@ class Sizes:
         setup = replace(setup, options={"budgets": "uniform"})  # no profile has to be made
         short = Workload(64, 8, 2)
         talks, arrivals = (Conversations(2, 2, 200, 20, 8, begin_within=1.0),), Arrivals(256, 4, 3)
-        return cls(setup, 256, Workload(256, 16, 2), short, short, talks, arrivals, (2.0,), 20.0, 100 << 20)
+        long, gated = Workload(256, 16, 2), Engine("0.25, gate", 0.25, {"scorer": "fastkvzip"})
+        return cls(setup, 256, long, short, short, talks, arrivals, (2.0,), gated, 20.0, 100 << 20)
 
 
 class Report:
@@ -138,20 +142,27 @@ def phase_1(report: Report, sizes: Sizes) -> None:
                 workload: Workload = getattr(sizes, what)
                 wanted = replace(workload, requests=more * workload.requests)
                 report.add(process, what, serve, wanted, sizes.max_seconds)
+            if key != STOCK.key:
+                wanted = replace(sizes.mid, requests=2 * sizes.mid.requests, retention=0.5)
+                report.add(process, "mid, requests of 0.5", serve, wanted, sizes.max_seconds)
             for rate in sizes.rates:
                 report.add(process, f"ttft at {rate:g}/s", first_tokens, sizes.arrivals, rate)
 
 
 def phase_2(report: Report, sizes: Sizes) -> None:
-    """Retentions, the ablation, and pages of one head; prompts have nothing in common, so nothing is kept for later."""
+    """Retention 1, the ablation, pages of one head, and prefill with a gate; no prompt begins as another does."""
     setup = replace(sizes.setup, kv_bytes=sizes.small_pool, prefix_caching=False)
     steps = [Engine.parse(f"{OURS.key}/{step}") for step in ("unified", "groups", "splits")]
     # With the number of batches; a batch has as many requests as fit stock at once.
-    engines = [(STOCK, 2), (Engine.parse("1"), 2), (Engine.parse("0.5"), 4)]
-    engines += [(engine, 7) for engine in (*steps, *engines_of(steps[-1], (1,)))]
+    engines = [(STOCK, 2), (Engine.parse("1"), 2)]
+    engines += [(engine, 7) for engine in (*steps, *engines_of(steps[-1], (1,)), sizes.gated)]
     fit = max(sizes.small_pool // (sizes.mid.max_model_len * kv_bytes_per_token(setup.model)), 1)
     with ExitStack() as stack:
-        processes = start(stack, report, setup, [engine for engine, _ in engines], sizes.mid.max_model_len)
+        length = max(sizes.mid.max_model_len, sizes.prompt + 1)
+        processes = start(stack, report, setup, [engine for engine, _ in engines], length)
+        for engine in (STOCK, steps[-1], sizes.gated):
+            compressing = engine.retention is not None
+            report.add(processes[engine.key], "prefill", prefill, sizes.prompt, 5, compressing)
         for engine, count in engines:
             process = processes[engine.key]
             if engine.retention is not None:
@@ -162,13 +173,16 @@ def phase_2(report: Report, sizes: Sizes) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--profile", type=Path, help="of `tangram bench profile`")
+    parser.add_argument("--profile", type=Path, help="of `tangram bench profile`, for KeyDiff")
+    parser.add_argument("--gate", type=Path, help="of the shapes of Qwen3-4B, any weights")
+    parser.add_argument("--gate-profile", type=Path, help="the same profile for this gate")
     parser.add_argument("--phase", type=int, action="append", choices=(1, 2))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    if options.tiny == (options.profile is not None):
-        parser.error("give --profile, or --tiny")
-    sizes = Sizes.tiny() if options.tiny else Sizes.of_gpu(options.profile)
+    files = [options.profile, options.gate, options.gate_profile]
+    if options.tiny == (None not in files):
+        parser.error("give --profile, --gate and --gate-profile, or --tiny")
+    sizes = Sizes.tiny() if options.tiny else Sizes.of_gpu(*files)
     if not options.tiny:
         plain = serving.model_options
 

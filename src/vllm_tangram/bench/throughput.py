@@ -31,12 +31,14 @@ class Workload:
         prompt_tokens: of each; all differ.
         output_tokens: of each.
         requests: how many.
+        retention: what the requests ask an engine of ours for; None: its own.
 
     """
 
     prompt_tokens: int
     output_tokens: int
     requests: int
+    retention: float | None = None
 
     @property
     def max_model_len(self) -> int:
@@ -123,7 +125,8 @@ def serve(stepper: EngineStepper, workload: Workload, max_seconds: float | None 
     run_alone(stepper, workload.prompt_tokens, min(workload.output_tokens, 8), count=2)
     random = Random(0)
     for number in range(workload.requests):
-        stepper.add_counted(str(number), random_prompt(random, workload.prompt_tokens), workload.output_tokens)
+        prompt = random_prompt(random, workload.prompt_tokens)
+        stepper.add_counted(str(number), prompt, workload.output_tokens, workload.retention)
     log = _Log(workload.requests)
     while log.finished < workload.requests and (max_seconds is None or log.seconds < max_seconds):
         log.add(stepper.advance(), stepper)

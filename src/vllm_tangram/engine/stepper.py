@@ -128,10 +128,13 @@ class EngineStepper:
         sampling = vllm.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=ignore_eos)
         self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
 
-    def add_counted(self, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+    def add_counted(
+        self, request_id: str, prompt: Sequence[int], max_tokens: int, retention: float | None = None
+    ) -> None:
         """Queue a greedy request of exactly ``max_tokens`` tokens, of which only the number matters.
 
         Nothing is turned into text, and a step gives new tokens alone: a server does the former in another process.
+        ``retention`` is what the request asks for instead of the engine's.
 
         Raises:
             TangramError: it can never fit.
@@ -143,6 +146,7 @@ class EngineStepper:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args=None if retention is None else {"retention": retention},
         )
         self._engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, sampling)
         self._counted.append(next(reversed(self.scheduler.requests.values())))
