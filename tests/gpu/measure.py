@@ -155,11 +155,11 @@ def phase_2(report: Report, sizes: Sizes) -> None:
     steps = [Engine.parse(f"{OURS.key}/{step}") for step in ("unified", "groups", "splits")]
     # With the number of batches; a batch has as many requests as fit stock at once.
     engines = [(STOCK, 2), (Engine.parse("1"), 2)]
-    engines += [(engine, 7) for engine in (*steps, *engines_of(steps[-1], (1,)), sizes.gated)]
+    engines += [(engine, 7) for engine in (*steps, *engines_of(steps[-1], (1,)))]
     fit = max(sizes.small_pool // (sizes.mid.max_model_len * kv_bytes_per_token(setup.model)), 1)
     with ExitStack() as stack:
         length = max(sizes.mid.max_model_len, sizes.prompt + 1)
-        processes = start(stack, report, setup, [engine for engine, _ in engines], length)
+        processes = start(stack, report, setup, [*(engine for engine, _ in engines), sizes.gated], length)
         for engine in (STOCK, steps[-1], sizes.gated):
             compressing = engine.retention is not None
             report.add(processes[engine.key], "prefill", prefill, sizes.prompt, 5, compressing)

@@ -28,6 +28,7 @@ from vllm_tangram.compression.gate import EPSILON, Gate, GateWeights
 from vllm_tangram.compression.gate_kernel import gate_kernel
 
 _TOKENS = 64  # of a program
+_WARPS = 1  # measured: 0.70 ms of 36 layers of 8192 tokens, with 2 1.07, with 4 1.28
 _LEAST_SIDE = 16  # of a matrix that Triton multiplies
 _EXPONENT = 14  # of the largest weight of a layer
 _LEAST = -100  # exponent of the largest weight, beyond which no scale is representable
@@ -112,6 +113,7 @@ class SplitWeights:
                 SINKS=num_sinks,
                 SINKS_PADDED=_padded(num_sinks),
                 TOKENS=_TOKENS,
+                num_warps=_WARPS,
                 EPSILON=EPSILON,
             )
         return scores
