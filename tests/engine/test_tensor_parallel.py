@@ -78,6 +78,16 @@ def host_bytes(worker: Any) -> int:
     return worker.model_runner.host.pages.numel()
 
 
+def fail_copies(worker: Any, rank: int) -> None:
+    """Copies between pool and host memory fail on one rank, from now on."""
+
+    def run(copies: Any) -> None:
+        raise RuntimeError("the bus is gone")
+
+    if worker.rank == rank:
+        worker.model_runner.host.run = run
+
+
 @dataclass
 class Served:
     """Two ranks of a model, and what they are compared with."""
@@ -137,6 +147,23 @@ class Served:
                     assert expected == (list(range(end - position)) if kept is None else kept[place])
                     compared += 1
         return compared
+
+    def check_failing_copies(self, rank: int) -> None:
+        """Where they fail on one rank, what the others copied does not count either."""
+        prompt, *others = prompts(611, 815, 816, 817)
+        (first,) = self.engine.ask([prompt], NEW)
+        for other in others:  # two fill the pool
+            self.engine.ask([other], NEW, retention=1.0)
+        spilled = self.engine.llm.tangram_stats()
+        self.engine.llm.collective_rpc(fail_copies, args=(rank,))
+        (again,) = self.engine.ask([prompt], NEW)
+        stats = self.engine.llm.tangram_stats()
+        assert stats["sessions_restored"] == spilled["sessions_restored"] + 1, "it was to come from the host"
+        assert (again.cached, stats["sessions_spilled"], stats["host_pages_in_use"]) == (0, 0, 0)
+        assert again.tokens == first.tokens == self.dense.generate(self.reference(prompt), NEW)
+        assert self.engine.free_pages == self.engine.total_pages
+        (then,) = self.engine.ask([prompt], NEW)
+        assert (then.cached, then.tokens) == (2 * CHUNK, first.tokens)
 
     def check_document(self) -> int:
         """The ranks keep of a document what its scores of their own heads say: returns the rows compared."""
@@ -242,6 +269,10 @@ def test_sessions_come_back_from_the_host_of_every_rank(served: Served) -> None:
     assert engine.llm.tangram_sessions()[0]["bytes"] % stats["page_bytes"] == 0
 
 
+def test_copies_that_fail_on_the_rank_whose_output_nobody_reads(served: Served) -> None:
+    served.check_failing_copies(rank=1)
+
+
 def test_a_profile_is_that_of_the_whole_model(served: Served) -> None:
     """Heads compete over the ranks, as the reference's do; samples of one chunk, which nothing before it changes."""
     asked = prompts(100, 128)
@@ -283,5 +314,15 @@ def test_other_ranks(tmp_path: Path, scorer: str, num_kv_heads: int, parallel: d
         assert served.check_document() == num_rows // 4 * 2
         together = [each.tokens for each in served.engine.ask(prompts(802, 803, 804), NEW)]
         assert together == [served.dense.generate(served.reference(each), NEW) for each in prompts(802, 803, 804)]
+    finally:
+        served.engine.close()
+
+
+@pytest.mark.slow  # an engine
+def test_copies_that_fail_in_the_first_stage(tmp_path: Path) -> None:
+    options = {"pipeline_parallel_size": 2, "kv_cache_memory_bytes": 256 * PAGE, "session_spill_gib": GIB}
+    served = Served.start(tmp_path, "fastkvzip", 4, **options)
+    try:
+        served.check_failing_copies(rank=0)
     finally:
         served.engine.close()

@@ -3,21 +3,28 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from torch import distributed
+from vllm.distributed.parallel_state import get_pp_group, get_world_group
+from vllm.logger import init_logger
 from vllm.utils.cpu_resource_utils import get_cgroup_memory_limit, get_cgroup_memory_usage
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_tangram.engine.setup import host_pages, layout_of
-from vllm_tangram.engine.spill import COPIES, Copies
+from vllm_tangram.engine.spill import COPIES, COPIES_FAILED, Copies
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
+
+logger = init_logger("vllm.tangram")
 
 
 def check_host_memory(vllm_config: VllmConfig, num_ranks: int = 1) -> None:
@@ -118,17 +125,74 @@ class SpillingWorker:
             self.model_runner.host = HostBuffer(pool, num_pages)
 
 
+class CopyVote:
+    """Whether copies of a step failed on any rank.
+
+    Ranks vote before the step's forward and nobody waits there: ranks of a pipeline's stages are in different steps. A
+    step has results only when every rank has begun it, so whoever hands them out finds the votes there.
+
+    Args:
+        failed: on this rank.
+
+    """
+
+    def __init__(self, failed: bool) -> None:
+        self._failed = torch.tensor([int(failed)], device="cpu")
+        self._count = distributed.all_reduce(
+            self._failed, distributed.ReduceOp.MAX, group=get_world_group().cpu_group, async_op=True
+        )
+
+    def mark(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """The step's output; if copies failed, the scheduler sees it there."""
+        self._count.wait()
+        if self._failed:
+            output = copy.copy(output)  # an empty one is shared by all steps
+            setattr(output, COPIES_FAILED, True)
+        return output
+
+
+class _MarkedLater(AsyncModelRunnerOutput):
+    def __init__(self, output: AsyncModelRunnerOutput, vote: CopyVote) -> None:
+        self._output, self._vote = output, vote
+
+    def get_output(self) -> ModelRunnerOutput:
+        return self._vote.mark(self._output.get_output())
+
+
 class SpillingRunner:
     """Runs a step's copies before its forward; a mix-in of our runners.
 
-    Not of workers: vLLM's older Ray executor calls the runner and passes the worker's ``execute_model`` by.
+    If they fail the step runs all the same, so that ranks stay together, and its output says that it does not count:
+    pages that were not filled hold other KV.
+
+    Not of workers: vLLM's older Ray executor calls the runner and passes the worker's methods by.
     """
 
     host: HostBuffer | None = None
+    _vote: CopyVote | None = None
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """A step, after its copies."""
-        if copies := getattr(scheduler_output, COPIES, None):
-            assert self.host is not None
+        copies = getattr(scheduler_output, COPIES, None)
+        self._vote = CopyVote(self._fails(copies)) if copies else None
+        return self._marked(super().execute_model(scheduler_output, *args, **kwargs))  # type: ignore[misc]
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """The results of the step, where ``execute_model`` gave none."""
+        return self._marked(super().sample_tokens(*args, **kwargs))  # type: ignore[misc]
+
+    def _fails(self, copies: Copies) -> bool:
+        assert self.host is not None
+        try:
             self.host.run(copies)
-        return super().execute_model(scheduler_output, *args, **kwargs)  # type: ignore[misc]
+        except Exception as error:  # whatever it is, the requests can do without the copies
+            logger.warning("Tangram: copying between the page pool and host memory failed: %r", error)
+            return True
+        return False
+
+    def _marked(self, output: Any) -> Any:
+        if self._vote is None or output is None or not get_pp_group().is_last_rank:
+            return output
+        if isinstance(output, AsyncModelRunnerOutput):
+            return _MarkedLater(output, self._vote)
+        return self._vote.mark(output)

@@ -41,7 +41,7 @@ class PageStats:
         sessions_reused: how often a request began with one, also again after a preemption, since start.
         sessions_evicted: checkpoints that were lost because their pages were handed out again, since start.
         sessions_spilled: checkpoints that host memory has a copy of; some may be in the pool, too.
-        sessions_restored: how often a request began with pages from host memory, since start.
+        sessions_restored: how often a request began with pages from host memory, since start; also where that failed.
         host_pages_in_use: pages in host memory.
 
     """
@@ -89,7 +89,7 @@ _SERIES: tuple[tuple[str, str, Callable[[PageStats], float]], ...] = (
         lambda stats: stats.kept_fraction or 0.0,
     ),
     ("waiting_pages", "Page need of waiting requests.", lambda stats: stats.pages_waiting),
-    ("preemptions", "Requests preempted for lack of pages since start.", lambda stats: stats.preemptions),
+    ("preemptions", "Requests preempted since start.", lambda stats: stats.preemptions),
     (
         "pages_reclaimed",
         "Pages returned before their request ended since start; the design keeps it 0.",

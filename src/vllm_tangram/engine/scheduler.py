@@ -20,12 +20,14 @@ from vllm_tangram.engine.metrics import PageStats
 from vllm_tangram.engine.sessions import SessionCache
 from vllm_tangram.engine.setup import MAX_RETENTIONS, host_pages, layout_of, plan_of
 from vllm_tangram.engine.spec import HeadGroupSpec
-from vllm_tangram.engine.spill import COPIES
+from vllm_tangram.engine.spill import COPIES, COPIES_FAILED
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
 
 
 logger = init_logger("vllm.tangram")
@@ -69,6 +71,30 @@ class TangramScheduler(Scheduler):
         if self.check is not None:
             setattr(output, PLANNED, self.check.run(self.requests))
         return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        """vLLM's; but of a step whose copies failed, and of those planned since, nothing counts."""
+        if getattr(model_runner_output, COPIES_FAILED, False) and self.pages.sessions.host.capacity:
+            self._give_up_host_memory()
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(scheduler_output, model_runner_output)
+        return outputs
+
+    def _give_up_host_memory(self) -> None:
+        """Begin anew, without it, all requests that run; the tokens that they gave so far stay."""
+        logger.error(
+            "Tangram: host memory for sessions (--session-spill-gib) failed and is not used any more. All sessions are "
+            "forgotten, the %d running requests are computed again. Restart the server to have it again.",
+            len(self.running),
+        )
+        self.reset_prefix_cache(reset_running_requests=True)
+        self.pages.sessions.close_host()
+        for request in self.requests.values():
+            if request.num_stale_output_tokens:  # also of one that was preempted while the step ran
+                request.drop_stale_output = True
+            if request.prefill_stats is not None:  # nobody was told yet how much was cached: nothing was
+                request.prefill_stats.set(request.num_prompt_tokens, 0, 0)
 
     def add_request(self, request: Request) -> None:
         """Announce the request's page need, cut its generation to what the pool can hold, and queue it."""

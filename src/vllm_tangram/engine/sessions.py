@@ -240,6 +240,11 @@ class SessionCache:
         self._extensions.clear()
         self.host.clear()
 
+    def close_host(self) -> None:
+        """Forget all, and put nothing on the host any more."""
+        self.clear()
+        self.host = HostSpace(0)
+
     def checkpoints(self) -> list[Checkpoint]:
         """All, the least recently used first."""
         return list(self._checkpoints.values())

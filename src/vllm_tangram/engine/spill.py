@@ -16,6 +16,9 @@ Key = tuple[bytes, float]
 #: Name of the attribute of vLLM's ``SchedulerOutput`` under which a step's ``Copies`` travel.
 COPIES = "tangram_copies"
 
+#: And of its ``ModelRunnerOutput``, present where copies of the step failed on some rank.
+COPIES_FAILED = "tangram_copies_failed"
+
 
 @dataclass
 class Copies:

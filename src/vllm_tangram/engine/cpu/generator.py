@@ -7,14 +7,16 @@ import torch
 
 
 class RewindableGenerator(torch.Generator):
-    """Takes back the draw of a step whose token is discarded.
+    """Takes back the draw of a step whose token is discarded, and repeats the one for a token that was dropped later.
 
     vLLM's runner samples for every request of a step, also for one that is only part of the way through its prompt,
     and then takes the draw back by the generator's offset. A CPU generator has none, and the runner's process would
     end. Here the state before the step stands in for the offset, so a seeded request draws the same numbers in chunks
-    as whole.
+    as whole. A token that the scheduler drops is drawn again, too; there is one at most, for vLLM schedules no step of
+    a request on the CPU before it has the token of the last one.
     """
 
+    _place: int | None = None
     _before: torch.Tensor | None = None
 
     @classmethod
@@ -24,9 +26,17 @@ class RewindableGenerator(torch.Generator):
         rewindable.set_state(generator.get_state())
         return rewindable
 
-    def begin_step(self) -> None:
-        """Remember the state that a discarded draw goes back to."""
-        self._before = self.get_state()
+    def begin_step(self, place: int) -> None:
+        """Remember the state that a discarded draw goes back to; go back to it if a token is drawn again.
+
+        Args:
+            place: how many tokens the request has generated before the one to be drawn.
+
+        """
+        if place == self._place:
+            self.set_offset(0)
+        else:
+            self._place, self._before = place, self.get_state()
 
     def get_offset(self) -> int:
         """For vLLM's runner; the number means nothing."""

@@ -149,11 +149,12 @@ class TangramCPUModelRunner(SpillingRunner, CPUModelRunner):
 
     def _begin_seeded_draws(self) -> None:
         for row, generator in self.input_batch.generators.items():
+            request = self.requests[self.input_batch.req_ids[row]]
             if not isinstance(generator, RewindableGenerator):
                 generator = RewindableGenerator.like(generator)
                 self.input_batch.generators[row] = generator
-                self.requests[self.input_batch.req_ids[row]].generator = generator
-            generator.begin_step()
+                request.generator = generator
+            generator.begin_step(len(request.output_token_ids))
 
     def slots_of(self, request_ids: Sequence[str]) -> np.ndarray:
         """Page-table slots of requests, ``[R]`` int32."""
