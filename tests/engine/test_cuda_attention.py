@@ -133,6 +133,11 @@ class Engine:
         self.runner: Any = SimpleNamespace(
             plan=self.plan,
             groups=groups,
+            heads=[
+                LayerHeads(torch.from_numpy(g), torch.from_numpy(c))
+                for g, c in zip(groups.group, groups.column, strict=True)
+            ],
+            all_heads=LayerHeads(torch.from_numpy(groups.group.ravel()), torch.from_numpy(groups.column.ravel())),
             pages=self.pages,
             flat=torch.zeros(SLOTS, 4 * num_groups * MAX_LEN // BLOCK, dtype=torch.int32),
             requests=torch.full((SLOTS,), -1, dtype=torch.int32),
@@ -165,7 +170,7 @@ class Engine:
             HeadGroupCUDAAttention(
                 stock,
                 index=index,
-                heads=LayerHeads(torch.from_numpy(groups.group[index]), torch.from_numpy(groups.column[index])),
+                heads=self.runner.heads[index],
                 scorer=LayerScorer(self.scorer, self.config, index, SCALE),
                 longest_chunk=CHUNK,
             )

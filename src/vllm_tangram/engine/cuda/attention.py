@@ -21,13 +21,14 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend, FlashAt
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_tangram.attention.decode import decode_attention
-from vllm_tangram.attention.prefill import LayerHeads, merge_retained, retained_blocks, select, write_tokens
+from vllm_tangram.attention.prefill import LayerHeads, merge_retained, select, write_tokens
 from vllm_tangram.compression.base import Packing
 from vllm_tangram.engine.chunk import Chunk
 from vllm_tangram.engine.cuda.metadata import (
     DecodeStep,
     HeadGroupMetadata,
     HeadGroupMetadataBuilder,
+    History,
     PrefillStep,
 )
 from vllm_tangram.engine.scoring import LayerScorer
@@ -200,27 +201,15 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         write_tokens(
             key, value, places, pool, rows=step.rows, flat=metadata.flat, pages=metadata.pages, heads=self.heads
         )
-        if step.max_before:
-            self._attend_history(step, metadata, query[rows], pool, output[rows], lse)
+        if step.history is not None:
+            self._attend_history(step, step.history, query[rows], pool, output[rows], lse)
 
     def _attend_history(
-        self, step: PrefillStep, metadata: HeadGroupMetadata, query: Tensor, pool: Tensor, output: Tensor, lse: Tensor
+        self, step: PrefillStep, history: History, query: Tensor, pool: Tensor, output: Tensor, lse: Tensor
     ) -> None:
         """Let the queries of all chunks also attend to what their requests retained before, and join both."""
         num_pages, group_size, block_size, _ = pool.shape
         num_tokens, num_heads = len(query), self.num_kv_heads
-        sequences = num_heads * len(step.chunks)
-        blocks = torch.empty(sequences, -(-step.max_before // block_size), dtype=torch.int32, device=pool.device)
-        lengths = torch.empty(sequences, dtype=torch.int32, device=pool.device)
-        retained_blocks(
-            blocks,
-            lengths,
-            rows=step.rows,
-            flat=metadata.flat,
-            pages=metadata.pages,
-            heads=self.heads,
-            group_size=group_size,
-        )
         queries = query.view(num_tokens, num_heads, -1, self.head_size).transpose(0, 1).flatten(0, 1)
         cache = pool.view(num_pages * group_size, block_size, 1, 2 * self.head_size)
         retained, retained_lse = fa_utils.flash_attn_varlen_func(
@@ -229,9 +218,9 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
             cache[..., self.head_size :],
             max_seqlen_q=step.rows.max_tokens,
             cu_seqlens_q=step.head_starts,
-            max_seqlen_k=step.max_before,
-            seqused_k=lengths,
-            block_table=blocks,
+            max_seqlen_k=history.most,
+            seqused_k=history.lengths[self.index],
+            block_table=history.blocks[self.index],
             softmax_scale=self.scale,
             causal=False,
             fa_version=self.vllm_flash_attn_version,

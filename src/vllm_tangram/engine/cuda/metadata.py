@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
 from vllm_tangram.attention.decode import DecodeBatch
-from vllm_tangram.attention.prefill import PrefillRows
+from vllm_tangram.attention.prefill import PrefillRows, retained_blocks
 from vllm_tangram.compression.base import Packing
 from vllm_tangram.engine.chunk import Chunk
 
@@ -48,6 +48,24 @@ class DecodeStep:
 
 
 @dataclass(frozen=True)
+class History:
+    """What the chunks' requests hold before them, as a paged kernel reads it; of all layers, made in one launch.
+
+    Sequence ``h * C + c`` is head h of chunk c.
+
+    Attributes:
+        blocks: ``[L, H * C, J]`` int32 on the device, ``page * G + column``.
+        lengths: ``[L, H * C]`` int32 on the device, tokens.
+        most: the largest length, on the host.
+
+    """
+
+    blocks: Tensor
+    lengths: Tensor
+    most: int
+
+
+@dataclass(frozen=True)
 class PrefillStep:
     """The tokens of the batch after the decode rows: chunks, of which one request may have several.
 
@@ -61,7 +79,7 @@ class PrefillStep:
         rows: for the kernels.
         scored: chunks of which something is evicted.
         packing: of all chunks, for scorers that take them at once; None if there is one or nothing to score.
-        max_before: largest number of tokens that a group holds before a chunk; 0 if no chunk continues a prompt.
+        history: what chunks also attend to; None if no chunk continues a prompt.
         head_starts: ``[H * C + 1]`` int32 on the device, the same offsets where the tokens of one KV head follow on
             those of another.
 
@@ -73,7 +91,7 @@ class PrefillStep:
     rows: PrefillRows
     scored: tuple[Chunk, ...]
     packing: Packing | None
-    max_before: int
+    history: History | None
     head_starts: Tensor
 
 
@@ -185,25 +203,40 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         offsets = np.append(heads + [chunk.first - first for chunk in chunks], heads.size * num_tokens)
         starts = async_tensor_h2d(offsets.astype(np.int32), device=self.device)
         device = async_tensor_h2d(packed, device=self.device)  # one copy for all
+        rows = PrefillRows(
+            first=device[:, 0],
+            num_tokens=device[:, 1],
+            requests=device[:, 2],
+            protect_head=device[:, 3],
+            protect_tail=device[:, 4],
+            before=device[:, _HEADER : _HEADER + num_groups],
+            keep=device[:, _HEADER + num_groups :],
+            max_tokens=max(chunk.num_tokens for chunk in chunks),
+        )
+        most = int(before[real].max(initial=0))
         return PrefillStep(
             first=first,
             chunks=chunks,
             starts=starts[: len(chunks) + 1],
-            rows=PrefillRows(
-                first=device[:, 0],
-                num_tokens=device[:, 1],
-                requests=device[:, 2],
-                protect_head=device[:, 3],
-                protect_tail=device[:, 4],
-                before=device[:, _HEADER : _HEADER + num_groups],
-                keep=device[:, _HEADER + num_groups :],
-                max_tokens=max(chunk.num_tokens for chunk in chunks),
-            ),
+            rows=rows,
             scored=scored,
             packing=self._packing(chunks) if scored and len(chunks) > 1 else None,
-            max_before=int(before[real].max(initial=0)),
+            history=self._history(rows, most) if most else None,
             head_starts=starts,
         )
+
+    def _history(self, rows: PrefillRows, most: int) -> History:
+        """Of all layers at once: pages are the same for all of a step, and a launch per layer is the host's time."""
+        runner = self.runner
+        assert runner is not None
+        heads, plan = runner.all_heads, runner.plan
+        sequences = len(heads.group) * len(rows.first)
+        blocks = torch.empty(sequences, -(-most // plan.block_size), dtype=torch.int32, device=self.device)
+        lengths = torch.empty(sequences, dtype=torch.int32, device=self.device)
+        size = plan.groups.size
+        retained_blocks(blocks, lengths, rows=rows, flat=runner.flat, pages=runner.pages, heads=heads, group_size=size)
+        num_layers = len(runner.heads)
+        return History(blocks.view(num_layers, -1, blocks.shape[1]), lengths.view(num_layers, -1), most)
 
     def _packing(self, chunks: tuple[Chunk, ...]) -> Packing:
         index = np.repeat(np.arange(len(chunks)), [chunk.num_tokens for chunk in chunks])
@@ -220,5 +253,5 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         packed[0, 2] = -1
         chunk = Chunk(first=0, num_tokens=num_tokens, position=0, request=0)
         step = self._step(0, num_tokens, (chunk,), packed)
-        step = replace(step, scored=(chunk,), max_before=1)
+        step = replace(step, scored=(chunk,), history=self._history(step.rows, 1))
         return HeadGroupMetadata(num_tokens, None, step, runner.pages, runner.flat, None)

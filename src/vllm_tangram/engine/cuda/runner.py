@@ -75,6 +75,15 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
             for group, column in zip(groups.group, groups.column, strict=True)
         ]
 
+    @cached_property
+    def all_heads(self) -> LayerHeads:
+        """Those of all layers, one after another, on the device."""
+        groups = self.groups
+        return LayerHeads(
+            torch.tensor(groups.group.reshape(-1), device=self.device),
+            torch.tensor(groups.column.reshape(-1), device=self.device),
+        )
+
     @property
     def flat(self) -> Tensor:
         """``[max_num_reqs, W]`` int32 on the device: the page list of every request slot."""
