@@ -17,11 +17,15 @@ _CARD_BYTES = 79.6 * 2**30  # of an "80 GB" card
 _CARD_SHARE = 0.9  # vLLM's default --gpu-memory-utilization
 _CARD_WORKSPACE = 3 * 2**30  # activations and graphs
 _GRAPHS = [1, 2, 4, *range(8, 64, 8), *range(64, 1024, 16)]  # rows of a decode step; padded rows cost little
+_MIXED = set(range(512, 2049, 256))  # tokens of a step with a prompt's end, as in `engine.options.graph_sizes`
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes of CUDA graphs: those that decode steps of this many requests need, and no more, to start fast."""
-    return sorted({size for size in _GRAPHS if size < max_num_seqs} | {max_num_seqs})
+    """Tokens of CUDA graphs: what decode steps of this many requests need, and no more, to start fast; and mixed ones.
+
+    For all engines alike.
+    """
+    return sorted({size for size in _GRAPHS if size < max_num_seqs} | {max_num_seqs} | _MIXED)
 
 
 def model_options(model: str) -> tuple[str, dict[str, Any]]:

@@ -74,6 +74,27 @@ def _platform() -> _Platform:
     )
 
 
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Tokens of the steps that are captured: those that vLLM captures by itself, and up to 2048.
+
+    A turn of a conversation that begins with a session computes some hundred tokens. Without a graph such a step takes
+    the GPU less time than it takes the host to launch it.
+    """
+    most = min(2 * max_num_seqs, 512)
+    decode = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+    return sorted({size for size in decode if size <= most} | set(range(512, 2049, 256)))
+
+
+def _leaves_graphs_to_us(given: dict[str, Any]) -> bool:
+    """Whether CUDA graphs are wanted, of no sizes in particular."""
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    compilation = given.get("compilation_config")
+    stated = (
+        compilation if isinstance(compilation, dict) else {name: getattr(compilation, name, None) for name in names}
+    )
+    return not given.get("enforce_eager") and all(given.get(name) is stated.get(name) is None for name in names)
+
+
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tell our options from vLLM's.
 
@@ -116,7 +137,10 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
         # vLLM's V2 runner needs Triton, which serves no CPU here; its choice is read from the environment only.
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
         scheduler = _SCHEDULER
-    else:  # said explicitly: with a scheduler class of its own an engine must know which of the two it is to be
+    else:
+        if _leaves_graphs_to_us(given):
+            given["cudagraph_capture_sizes"] = graph_sizes(given["max_num_seqs"])
+        # Said explicitly: with a scheduler class of its own an engine must know which of the two it is to be.
         scheduler = _ASYNC_SCHEDULER if given.setdefault("async_scheduling", True) else _SCHEDULER
     return given | {
         "worker_cls": platform.worker,
