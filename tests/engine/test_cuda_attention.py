@@ -25,8 +25,12 @@ from vllm_tangram.attention import ragged_attention
 from vllm_tangram.attention.prefill import LayerHeads
 from vllm_tangram.budget import RetentionPlan
 from vllm_tangram.compression import get_scorer, select_tokens
+from vllm_tangram.compression.base import Packing
+from vllm_tangram.compression.keydiff_kernel import keydiff_scores
 from vllm_tangram.compression.rope import Rope
+from vllm_tangram.compression.scorers.keydiff import KeyDiff
 from vllm_tangram.config import TangramConfig
+from vllm_tangram.engine.chunk import Chunk
 from vllm_tangram.engine.cuda import splits
 from vllm_tangram.engine.cuda.attention import HeadGroupCUDAAttention
 from vllm_tangram.engine.cuda.metadata import HeadGroupMetadataBuilder
@@ -289,6 +293,23 @@ def test_steps_equal_a_dense_reference(group_size: int, scorer: str, monkeypatch
     engine.step([reused, first])
 
 
+@pytest.fixture(params=["by_chunk_means", "by_kernel"])
+def keydiff(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyDiff as torch computes it, and by its kernel as on a GPU, which takes nothing but the rows."""
+
+    def by_kernel(self: KeyDiff, key: torch.Tensor, scores: torch.Tensor, *rows: torch.Tensor) -> bool:
+        keydiff_scores(key, scores, *rows)
+        return True
+
+    def unneeded(*_: Any) -> Packing:
+        raise AssertionError("a packing was made for a scorer that does without")
+
+    if request.param == "by_kernel":
+        monkeypatch.setattr(KeyDiff, "score_rows", by_kernel)
+        monkeypatch.setattr(Packing, "of", unneeded)
+
+
+@pytest.mark.usefixtures("keydiff")
 def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second chunk attends to what the first kept, in the same step; requests have one, two and three of them."""
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
@@ -304,6 +325,7 @@ def test_several_chunks_of_a_prompt_in_a_step(monkeypatch: pytest.MonkeyPatch) -
     assert [request.computed for request in (most, two, one)] == [2 * CHUNK + 4, 4 * CHUNK - 7, 2 * CHUNK + 2]
 
 
+@pytest.mark.usefixtures("keydiff")
 def test_replayed_tokens_beside_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """They attend to what their prompt kept and to those before, in pieces that begin anywhere; all of them stay."""
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
@@ -321,6 +343,7 @@ def test_replayed_tokens_beside_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (resumed.computed, going_on.computed) == (90 + 37 + 9 + 1 + 2, 3 * CHUNK + 20)
 
 
+@pytest.mark.usefixtures("keydiff")
 def test_a_document_is_selected_by_its_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the request that begins with it, and of no other in the batch; a slot's next request begins with another."""
     monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
@@ -343,6 +366,30 @@ def test_a_document_is_selected_by_its_scores(monkeypatch: pytest.MonkeyPatch) -
     engine.admit(adapted)
     for _ in range(3):
         engine.step([adapted, other])
+
+
+@pytest.mark.usefixtures("keydiff")
+def test_an_observer_sees_the_scores_of_every_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though nothing is evicted; a decoding request beside them has none."""
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", flash_attention, raising=False)
+    generator = torch.Generator().manual_seed(17)
+    engine = Engine(4, "keydiff")
+    decoding, whole = Request(2, 20, 1.0, generator), Request(0, 2 * CHUNK + 9, 1.0, generator, chunks_per_step=3)
+    engine.admit(decoding)
+    engine.step([decoding])
+    seen: list[tuple[int, int, int]] = []
+
+    def observe(layer: int, chunk: Chunk, scores: torch.Tensor) -> None:
+        tokens = slice(chunk.position, chunk.position + chunk.num_tokens)
+        key = whole.key[layer, tokens]
+        expected = KeyDiff().score(key, key, key, context(engine.config, chunk.position))
+        torch.testing.assert_close(scores, expected, rtol=0, atol=2e-6)
+        seen.append((layer, chunk.position, chunk.num_tokens))
+
+    engine.runner.observer = SimpleNamespace(observe=observe)
+    engine.admit(whole)
+    engine.step([decoding, whole])
+    assert seen == [(layer, at, min(CHUNK, whole.prompt_len - at)) for layer in (0, 1) for at in (0, CHUNK, 2 * CHUNK)]
 
 
 def test_as_many_blocks_as_fit_of_every_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,3 +118,21 @@ class Scorer(Protocol):
 
         """
         ...
+
+    def score_rows(self, key: Tensor, scores: Tensor, first: Tensor, num_tokens: Tensor) -> bool:
+        """Score all chunks of a step in one launch on a GPU, if the scorer can; the scores are those of ``score``.
+
+        A step with few tokens takes as long as the host needs to launch its kernels. For scorers that see nothing but
+        keys. Does not wait for the device.
+
+        Args:
+            key: ``[N, H, d]`` of the step, after RoPE, last dimension contiguous.
+            scores: ``[H, N]`` float32, last dimension contiguous; written for the tokens of the chunks and no others.
+            first: ``[C]`` int32 on the device, each chunk's first token in the step.
+            num_tokens: ``[C]`` int32, likewise and with the same stride: how many it has; 0 is none to score.
+
+        Returns:
+            Whether it did; if not, nothing is written and ``score`` is to be called.
+
+        """
+        return False

@@ -87,9 +87,14 @@ class LayerScorer:
         key: Tensor,
         value: Tensor,
         scores: Tensor,
-        packing: Packing | None,
+        *,
+        first: Tensor,
+        num_tokens: Tensor,
+        packing: Callable[[], Packing | None],
     ) -> None:
         """Score chunks of a batch: all at once, if the scorer can, for each call has its price.
+
+        What the scorer takes at once are all chunks of the batch, those that need no scores, too.
 
         Args:
             chunks: what needs scores.
@@ -97,17 +102,24 @@ class LayerScorer:
             key: ``[N, H, d]`` after RoPE.
             value: ``[N, H, d]``.
             scores: ``[H, N]`` float32, written for the tokens of the chunks and maybe of others.
-            packing: of the last tokens of the batch, all that chunks have, others too; None: one by one.
+            first: ``[C]`` int32 on the device, first token of every chunk of the batch (``Scorer.score_rows``).
+            num_tokens: ``[C]`` int32, how many it has.
+            packing: gives, where it is asked for, the packing of the last tokens of the batch, all that its chunks
+                have; None: one by one.
 
         """
-        if packing is None or not self.scorer.packs:
-            for chunk in chunks:
-                tokens = chunk.tokens
-                scores[:, tokens] = self.score(chunk, query[tokens], key[tokens], value[tokens])
+        if not chunks:
             return
-        tokens = slice(len(key) - len(packing.index), len(key))
-        context = replace(self._context(chunks[0], tokens), packing=packing)
-        scores[:, tokens] = self.scorer.score(query[tokens], key[tokens], value[tokens], context)
+        if not self.scorer.score_rows(key, scores, first, num_tokens):
+            packed = packing() if self.scorer.packs else None
+            if packed is None:
+                for chunk in chunks:
+                    tokens = chunk.tokens
+                    scores[:, tokens] = self.score(chunk, query[tokens], key[tokens], value[tokens])
+                return
+            tokens = slice(len(key) - len(packed.index), len(key))
+            context = replace(self._context(chunks[0], tokens), packing=packed)
+            scores[:, tokens] = self.scorer.score(query[tokens], key[tokens], value[tokens], context)
         for chunk in chunks:
             if chunk.known is not None:
                 scores[:, chunk.tokens] = self._known(chunk, scores[:, chunk.tokens])

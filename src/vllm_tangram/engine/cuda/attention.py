@@ -140,8 +140,14 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         held = [torch.empty_like(scores), lse]  # places
         firsts = range(0, len(key), self.longest_chunk)
         chunks = [Chunk(first, min(self.longest_chunk, len(key) - first), position=0, request=0) for first in firsts]
-        packing = Packing.of(torch.arange(len(key), device=key.device) // self.longest_chunk, len(chunks))
-        self.scorer.score_all(chunks, query, key, value, scores, packing)
+        index = torch.arange(len(key), device=key.device) // self.longest_chunk
+        first = torch.tensor(firsts, dtype=torch.int32, device=key.device)
+        self.scorer.score_all(
+            *(chunks, query, key, value, scores),
+            first=first,
+            num_tokens=(len(key) - first).clamp_max(self.longest_chunk),
+            packing=lambda: Packing.of(index, len(chunks)),
+        )
         held += [torch.empty_like(tensor) for tensor in (query, query, lse)]  # as `_attend_history`
 
     def _decode(
@@ -192,7 +198,10 @@ class HeadGroupCUDAAttention(FlashAttentionImpl):
         places = torch.empty(self.num_kv_heads, len(key), dtype=torch.int32, device=key.device)
         observer = metadata.observer
         self.scorer.score_all(
-            step.chunks if observer is not None else step.scored, query, key, value, scores, step.packing
+            *(step.chunks if observer is not None else step.scored, query, key, value, scores),
+            first=step.rows.first,
+            num_tokens=step.rows.num_tokens,
+            packing=lambda: step.packing,
         )
         if observer is not None:
             for chunk in step.chunks:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,7 +79,6 @@ class PrefillStep:
         starts: ``[C + 1]`` int32 on the device, token offsets of the chunks from ``first``.
         rows: for the kernels.
         scored: chunks of which something is evicted.
-        packing: of all chunks, for scorers that take them at once; None if there is one or nothing to score.
         history: what chunks also attend to; None if no chunk continues a prompt.
         head_starts: ``[H * C + 1]`` int32 on the device, the same offsets where the tokens of one KV head follow on
             those of another.
@@ -90,9 +90,16 @@ class PrefillStep:
     starts: Tensor
     rows: PrefillRows
     scored: tuple[Chunk, ...]
-    packing: Packing | None
     history: History | None
     head_starts: Tensor
+
+    @cached_property
+    def packing(self) -> Packing | None:
+        """Of all chunks, for scorers that take them at once; None if there is one. Made when the first layer asks."""
+        if len(self.chunks) == 1:
+            return None
+        index = np.repeat(np.arange(len(self.chunks)), [chunk.num_tokens for chunk in self.chunks])
+        return Packing.of(async_tensor_h2d(index, device=self.starts.device), len(self.chunks))
 
 
 @dataclass(frozen=True)
@@ -220,7 +227,6 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
             starts=starts[: len(chunks) + 1],
             rows=rows,
             scored=scored,
-            packing=self._packing(chunks) if scored and len(chunks) > 1 else None,
             history=self._history(rows, most) if most else None,
             head_starts=starts,
         )
@@ -237,10 +243,6 @@ class HeadGroupMetadataBuilder(AttentionMetadataBuilder[HeadGroupMetadata]):
         retained_blocks(blocks, lengths, rows=rows, flat=runner.flat, pages=runner.pages, heads=heads, group_size=size)
         num_layers = len(runner.heads)
         return History(blocks.view(num_layers, -1, blocks.shape[1]), lengths.view(num_layers, -1), most)
-
-    def _packing(self, chunks: tuple[Chunk, ...]) -> Packing:
-        index = np.repeat(np.arange(len(chunks)), [chunk.num_tokens for chunk in chunks])
-        return Packing.of(async_tensor_h2d(index, device=self.device), len(chunks))
 
     def nobodys_prefill(self, num_tokens: int) -> HeadGroupMetadata:
         """A step that continues the prompt of no request: every kernel runs, and no page is read or written.
