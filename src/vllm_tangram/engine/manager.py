@@ -60,6 +60,7 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         self._promised: dict[str, int] = {}  # pages that the last admission of a request was for
         self.sessions = SessionCache()
         self._remembered: dict[str, int] = {}  # tokens of running requests whose states are known
+        self._room: dict[str, int] = {}  # tokens that the pages of a request that decodes have room for
         self._found: dict[str, Hit | None] = {}  # what a request will begin with once there are pages for it
         self._begun: dict[str, Hit] = {}  # what it begins with in this step, until it has its other pages, too
         self.pages_reclaimed = 0  # pages that became unnecessary while their request ran: the design keeps this at 0
@@ -105,13 +106,23 @@ class HeadGroupManager(SingleTypeKVCacheManager):
             self._promised[request_id] = pages  # counts from the first page on that the request gets
         return max(need, 0)
 
+    def stays_in_block(self, request: Request, num_new_tokens: int) -> bool:
+        """Whether a step of a request does nothing to pages and sessions: it is one of decode within a block.
+
+        A step that goes beyond the prompt begins at its end or later. So once pages were allocated for one, all states
+        of the prompt are known, and until the next block there is nothing to do.
+        """
+        reached = request.num_computed_tokens + num_new_tokens
+        return 0 <= self._room.get(request.request_id, -1) - reached < self.block_size
+
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Append pages in birth order up to the need at ``num_tokens``; the first may be filled from the host."""
         blocks = self.req_to_blocks[request_id]
+        budget = self.budgets[request_id]
+        if num_tokens > budget.prompt_len:
+            self._room[request_id] = -(-num_tokens // self.block_size) * self.block_size
         hit = self._begun.pop(request_id, None)
-        new_blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(
-            self.budgets[request_id].pages(num_tokens) - len(blocks)
-        )
+        new_blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(budget.pages(num_tokens) - len(blocks))
         self.sessions.handed_out(new_blocks, keep=hit.spilled if hit else ())
         blocks.extend(new_blocks)
         if hit is not None:
@@ -123,11 +134,11 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def remember(self, request: Request) -> None:
         """Make the states after the chunks that a request has computed findable; those of its running step not yet."""
         request_id = request.request_id
-        budget, blocks = self.budgets[request_id], self.req_to_blocks.get(request_id)
-        if not self.enable_caching or not blocks:
-            return
-        known = self._remembered.get(request_id, 0)
+        budget, known = self.budgets[request_id], self._remembered.get(request_id, 0)
         if known >= budget.prompt_len:  # nothing more can come: decode steps end here
+            return
+        blocks = self.req_to_blocks.get(request_id)
+        if not self.enable_caching or not blocks:
             return
         for tokens in budget.boundaries(request.num_computed_tokens):
             if tokens <= known:
@@ -191,6 +202,7 @@ class HeadGroupManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._remembered.pop(request_id, None)
+        self._room.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 

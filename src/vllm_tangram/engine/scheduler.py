@@ -55,7 +55,11 @@ class TangramScheduler(Scheduler):
         assert isinstance(manager, HeadGroupManager)
         self.pages = manager
         manager.sessions = SessionCache(self.plan.config.session_ttl, host_pages=host_pages(self.vllm_config))
-        self.kv_cache_manager.estimate_cached_tokens = manager.cached_tokens  # vLLM's reads hashes of blocks of tokens
+        # vLLM's deal in hashes of blocks of tokens, and the last two are called for every request of every step.
+        self.kv_cache_manager.estimate_cached_tokens = manager.cached_tokens
+        self.kv_cache_manager.cache_blocks = manager.cache_blocks
+        self._allocate_pages = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_slots
         self.page_bytes = layout_of(self.vllm_config).bytes_of(1)
         self.num_preemptions = 0
         self.check = PageCheck(manager) if check_wanted() else None
@@ -117,6 +121,12 @@ class TangramScheduler(Scheduler):
                 )
                 request.max_tokens = fitting
         super().add_request(request)
+
+    def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        """vLLM's, where there is anything to do: most decode steps need no page, and its way there is long."""
+        if self.pages.stays_in_block(request, num_new_tokens):
+            return self.kv_cache_manager.empty_kv_cache_blocks
+        return self._allocate_pages(request, num_new_tokens, *args, **kwargs)
 
     def _usable_pages(self) -> int:
         return int(self.kv_cache_config.num_blocks) - 1  # vLLM keeps block 0 as its null block
