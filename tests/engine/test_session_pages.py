@@ -148,8 +148,11 @@ class Traffic(RuleBasedStateMachine):
         """How many pages it begins with; None: it does not fit."""
         found = self.manager.find(request)
         pages = found.pages if found else []
+        taken = self.manager.budgets[request.request_id].pages(request.num_tokens) - sum(p.ref_cnt > 0 for p in pages)
+        assert self.need(request, request.num_tokens, pages) == taken, "held by nobody, the hit's own included"
         if self.need(request, request.num_tokens, pages, admission=True) > self.pool.get_num_free_blocks():
             return None
+        request.admitted = request.num_tokens
         begun = 0
         if found:
             assert 0 < found.tokens < request.num_tokens
@@ -228,9 +231,12 @@ class Traffic(RuleBasedStateMachine):
         counts = np.bincount(held, minlength=PAGES)
         assert [block.ref_cnt for block in self.pool.blocks[1:]] == counts[1:].tolist()
         assert self.pool.get_num_free_blocks() == PAGES - 1 - len(set(held))
-        for request_id in self.running:
-            t = self.running[request_id].num_computed_tokens
-            assert len(self.manager.req_to_blocks[request_id]) == self.manager.budgets[request_id].pages(t)
+        committed = 0
+        for request_id, request in self.running.items():
+            pages = self.manager.budgets[request_id].pages
+            assert len(self.manager.req_to_blocks[request_id]) == pages(request.num_computed_tokens)
+            committed += max(pages(request.admitted) - pages(request.num_computed_tokens), 0)
+        assert self.manager.committed_pages() == committed
 
     def requests(self) -> dict[str, Any]:
         return {request.request_id: request for request in [*self.running.values(), *self.waiting]}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,20 +58,28 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budgets: dict[str, RequestBudget] = {}
-        self._promised: dict[str, int] = {}  # pages that the last admission of a request was for
+        self._promised: dict[str, int] = {}  # pages that the last admission of a request was for, until it has them
         self.sessions = SessionCache()
         self._remembered: dict[str, int] = {}  # tokens of running requests whose states are known
         self._room: dict[str, int] = {}  # tokens that the pages of a request that decodes have room for
         self._found: dict[str, Hit | None] = {}  # what a request will begin with once there are pages for it
         self._begun: dict[str, Hit] = {}  # what it begins with in this step, until it has its other pages, too
+        self._unstarted: dict[str, int] = {}  # need of requests that never had a page
+        self.unstarted_pages = 0  # its sum: queues are long
         self.pages_reclaimed = 0  # pages that became unnecessary while their request ran: the design keeps this at 0
 
     def announce(self, request_id: str, budget: RequestBudget) -> None:
         """Make a request known; must come before its first allocation."""
         self.budgets[request_id] = budget
+        self._unstarted[request_id] = need = budget.pages(budget.prompt_len)
+        self.unstarted_pages += need
+
+    def _started(self, request_id: str) -> None:
+        self.unstarted_pages -= self._unstarted.pop(request_id, 0)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a finished or aborted request."""
+        self._started(request_id)
         self.budgets.pop(request_id, None)
         self._promised.pop(request_id, None)
         self._found.pop(request_id, None)
@@ -78,9 +87,9 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def committed_pages(self) -> int:
         """Pages that admitted requests will still take for what they were admitted with: prompt and replayed tokens."""
         return sum(
-            max(self._promised[request_id] - len(blocks), 0)
-            for request_id, blocks in self.req_to_blocks.items()
-            if blocks
+            pages - len(blocks)
+            for request_id, pages in self._promised.items()
+            if (blocks := self.req_to_blocks.get(request_id))
         )
 
     def get_num_blocks_to_allocate(
@@ -100,7 +109,8 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         need = pages - held
         if need < 0:
             self.pages_reclaimed -= need
-        need += sum(block.ref_cnt == 0 for block in new_computed_blocks)  # they count as free until they are taken
+        # Pages that nobody holds count as free until they are taken; who holds one of a list holds all before it.
+        need += len(new_computed_blocks) - bisect_left(new_computed_blocks, True, key=_is_idle)
         if apply_admission_cap:  # vLLM's full-sequence gate: admit only what fits beside all that was admitted before
             need += self.committed_pages()
             self._promised[request_id] = pages  # counts from the first page on that the request gets
@@ -119,12 +129,15 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         """Append pages in birth order up to the need at ``num_tokens``; the first may be filled from the host."""
         blocks = self.req_to_blocks[request_id]
         budget = self.budgets[request_id]
+        self._started(request_id)
         if num_tokens > budget.prompt_len:
             self._room[request_id] = -(-num_tokens // self.block_size) * self.block_size
         hit = self._begun.pop(request_id, None)
         new_blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(budget.pages(num_tokens) - len(blocks))
         self.sessions.handed_out(new_blocks, keep=hit.spilled if hit else ())
         blocks.extend(new_blocks)
+        if len(blocks) >= self._promised.get(request_id, 0):
+            self._promised.pop(request_id, None)
         if hit is not None:
             self.sessions.restore(hit, blocks)
         if self._record_new_block_ids:
@@ -213,6 +226,10 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """The scheduler asks ``find``: a hit depends on the request's retention, too."""
         return ([],), 0
+
+
+def _is_idle(page: KVCacheBlock) -> bool:
+    return bool(page.ref_cnt == 0)
 
 
 def _nothing(_: KVCacheBlock) -> None:
