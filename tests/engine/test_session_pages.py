@@ -122,7 +122,7 @@ class Traffic(RuleBasedStateMachine):
             if request.request_id not in self.running or random.random() < 0.2:  # preempted, or no tokens left for it
                 continue
             t, prompt_len = request.num_computed_tokens, len(request.prompt)
-            end = self.chunk_end(request, t) if t < prompt_len else t + 1
+            end = self.chunk_end(request, t, random.randint(1, 3)) if t < prompt_len else t + 1
             while self.need(request, end, []) > self.pool.get_num_free_blocks():
                 preempted = True
                 victim = self.running[random.choice(sorted(self.running))]  # perhaps one that is planned already
@@ -134,7 +134,7 @@ class Traffic(RuleBasedStateMachine):
                 planned[request.request_id] = request, self.allocate(request, end)
         while not preempted and self.waiting and len(self.running) < 4:
             request = self.waiting[0]
-            first = self.admit(request)
+            first = self.admit(request, random.randint(1, 3))
             if first is None:
                 break
             self.running[request.request_id] = self.waiting.pop(0)
@@ -144,7 +144,7 @@ class Traffic(RuleBasedStateMachine):
             if request.num_computed_tokens >= request.length:
                 self.end(request)
 
-    def admit(self, request: Any) -> int | None:
+    def admit(self, request: Any, chunks: int) -> int | None:
         """How many pages it begins with; None: it does not fit."""
         found = self.manager.find(request)
         pages = found.pages if found else []
@@ -159,14 +159,14 @@ class Traffic(RuleBasedStateMachine):
             self.manager.add_local_computed_blocks(request.request_id, pages, found.tokens, 0)
             begun = found.tokens
         if begun < len(request.prompt):
-            self.allocate(request, self.chunk_end(request, begun))
+            self.allocate(request, self.chunk_end(request, begun, chunks))
         else:  # it was preempted
             self.allocate(request, begun + 1)
         request.num_computed_tokens = begun
         return self.manager.budgets[request.request_id].pages(begun)
 
-    def chunk_end(self, request: Any, t: int) -> int:
-        return int(min((t // CHUNK + 1) * CHUNK, len(request.prompt)))
+    def chunk_end(self, request: Any, t: int, chunks: int) -> int:
+        return int(min((t // CHUNK + chunks) * CHUNK, len(request.prompt)))
 
     def need(self, request: Any, tokens: int, pages: list[Any], *, admission: bool = False) -> int:
         return self.manager.get_num_blocks_to_allocate(
@@ -217,11 +217,15 @@ class Traffic(RuleBasedStateMachine):
                 for index in range(first, budget.pages(tokens)):
                     assert self.memory[pages[index].block_id] == (request.prompt[:tokens], budget.retention, index)
         for request, before in planned.values():
-            tokens = request.prompt[: request.end] if request.end <= len(request.prompt) else (*request.prompt, -1)
-            pages = self.manager.req_to_blocks[request.request_id]
-            for index in range(before, len(pages)):
-                label = tokens, self.manager.budgets[request.request_id].retention, index
-                self.memory[pages[index].block_id] = label
+            pages, budget = self.manager.req_to_blocks[request.request_id], self.manager.budgets[request.request_id]
+            assert before == budget.pages(request.num_computed_tokens)
+            t = request.num_computed_tokens
+            while t < request.end:
+                end = self.chunk_end(request, t, 1) if t < len(request.prompt) else request.end
+                tokens = request.prompt[:end] if end <= len(request.prompt) else (*request.prompt, -1)
+                for index in range(budget.pages(t), budget.pages(end)):
+                    self.memory[pages[index].block_id] = tokens, budget.retention, index
+                t = end
             request.num_computed_tokens = request.end
             request.num_tokens = max(request.num_tokens, request.end)
 
