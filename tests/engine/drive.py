@@ -159,13 +159,17 @@ class PageAuditor:
             if blocks
         }
         plan = scheduler.plan
+
+        def need(request: Any, t: int) -> int:
+            extra = request.sampling_params.extra_args or {}
+            kept = plan.schedule(extra.get("retention", plan.config.retention)).kept
+            whole = min(t, request.num_prompt_tokens) // plan.block_size
+            return int(kept[whole].sum()) + plan.num_groups * (-(-t // plan.block_size) - whole)
+
         for request_id, ids in held.items():
             request = scheduler.requests[request_id]
             t, prompt_len = request.num_computed_tokens, request.num_prompt_tokens
-            extra = request.sampling_params.extra_args or {}
-            kept = plan.schedule(extra.get("retention", plan.config.retention)).kept
-            whole = min(t, prompt_len) // plan.block_size
-            expected = int(kept[whole].sum()) + plan.num_groups * (-(-t // plan.block_size) - whole)
+            expected = need(request, t)
             assert len(ids) == expected, f"{request_id} after {t} of {prompt_len}: {len(ids)} pages, not {expected}"
             preemptions, previous = self.before.get(request_id, (request.num_preemptions, []))
             if preemptions == request.num_preemptions:
@@ -181,5 +185,9 @@ class PageAuditor:
         assert self.engine.free_pages == self.engine.total_pages - len(holders)
         check_sessions(manager.sessions)
         assert manager.pages_reclaimed == 0
+        stats = scheduler.page_stats()
+        waiting = [request for name, request in scheduler.requests.items() if name not in held]
+        assert stats.pages_waiting == sum(need(request, request.num_tokens) for request in waiting)
+        assert stats.pages_held == stats.pages_kept == sum(map(len, held.values()))
         assert set(manager.budgets) == set(scheduler.requests)
         runner.page_table.check_integrity()

@@ -59,11 +59,24 @@ def test_mixed_run(
 
 
 def test_no_reinflation(
-    make_engine: Callable[..., Engine], skewed_profile: Callable[[str], str], token_ids: list[int]
+    make_engine: Callable[..., Engine],
+    skewed_profile: Callable[[str], str],
+    token_ids: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After N decoded tokens a request holds the pages of its compressed prompt and of N tokens, no more."""
+    """After N decoded tokens a request holds the pages of its compressed prompt and of N tokens, no more.
+
+    And vLLM's way to new pages is only gone where a block begins.
+    """
     engine = ours(make_engine, skewed_profile("snapkv"))
     prompt, new = 640, 200
+    allocate, allocated = engine.scheduler._allocate_pages, list[int]()
+
+    def allocate_pages(request: Any, *args: Any, **kwargs: Any) -> Any:
+        allocated.append(request.num_computed_tokens)
+        return allocate(request, *args, **kwargs)
+
+    monkeypatch.setattr(engine.scheduler, "_allocate_pages", allocate_pages)
     engine.add("long", token_ids[:prompt], new)
     seen = []
 
@@ -78,6 +91,7 @@ def test_no_reinflation(
     assert seen[0] == (prompt, at_prompt)
     for tokens, pages in seen:
         assert pages == at_prompt + plan.num_groups * (-(-tokens // 32) - prompt // 32)
+    assert [tokens for tokens in allocated if tokens >= prompt] == list(range(prompt, prompt + new - 1, 32))
     assert len(seen) == new - 1  # the last token is sampled, not stored
     assert seen[-1][1] < 0.6 * plan.full_pages(prompt + new)
 

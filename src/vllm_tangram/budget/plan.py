@@ -85,6 +85,7 @@ class RetentionPlan:
             config.grouping,
             self.sharding.ranks,
         )
+        self._num_members, self._page_members = int(self.groups.group.size), self.groups.page_members
         self._build_cached = lru_cache(maxsize=_CACHED_SCHEDULES)(self._build)
         self._in_use: WeakValueDictionary[float, EvictionSchedule] = WeakValueDictionary()
         self._base = self.schedule(config.retention)
@@ -145,7 +146,7 @@ class RetentionPlan:
 
     def full_pages(self, num_tokens: int) -> int:
         """Pages' worth of full KV of ``num_tokens`` tokens, without the padding of the last group."""
-        return -(-self.groups.group.size * -(-num_tokens // self.block_size) // self.groups.page_members)
+        return -(-self._num_members * -(-num_tokens // self.block_size) // self._page_members)
 
     def held_fraction(self, num_tokens: int, retention: float | None = None) -> float:
         """Memory of a prompt of ``num_tokens >= 1`` over that of full KV, both in whole blocks; padding counts as held.

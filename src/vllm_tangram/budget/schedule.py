@@ -46,8 +46,8 @@ class EvictionSchedule:
 
     def num_pages(self, t: int, prompt_len: int) -> int:
         """Pages held after ``t`` tokens; constant time."""
-        n = min(t, prompt_len) // self.block_size
-        return int(self.total[n]) + self._num_groups * (-(-t // self.block_size) - n)
+        n = (t if t < prompt_len else prompt_len) // self.block_size
+        return self._totals[n] + self._num_groups * (-(-t // self.block_size) - n)
 
     def positions(self) -> NDArray[np.int32]:
         """[N, J] int32, where the j-th page of a group stands in a request's flat page list.
@@ -72,7 +72,12 @@ class EvictionSchedule:
         t = blocks * self.block_size
         return t if t >= prompt_len else -1
 
-    @property
+    # Schedulers ask for every request in every step, and numbers of numpy take several times as long.
+    @cached_property
+    def _totals(self) -> list[int]:
+        return self.total.tolist()
+
+    @cached_property
     def _num_groups(self) -> int:
         return int(self.kept.shape[1])
 

@@ -45,6 +45,8 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.estimate_cached_tokens", ("request",)),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.cache_blocks", ("request", "num_computed_tokens")),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", ("request", "num_new_tokens")),
     ("vllm.v1.core.block_pool", "BlockPool.unpin_blocks", ("blocks", "on_reuse")),
     (
         "vllm.v1.core.single_type_kv_cache_manager",

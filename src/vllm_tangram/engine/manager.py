@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -57,19 +58,28 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.budgets: dict[str, RequestBudget] = {}
-        self._promised: dict[str, int] = {}  # pages that the last admission of a request was for
+        self._promised: dict[str, int] = {}  # pages that the last admission of a request was for, until it has them
         self.sessions = SessionCache()
         self._remembered: dict[str, int] = {}  # tokens of running requests whose states are known
+        self._room: dict[str, int] = {}  # tokens that the pages of a request that decodes have room for
         self._found: dict[str, Hit | None] = {}  # what a request will begin with once there are pages for it
         self._begun: dict[str, Hit] = {}  # what it begins with in this step, until it has its other pages, too
+        self._unstarted: dict[str, int] = {}  # need of requests that never had a page
+        self.unstarted_pages = 0  # its sum: queues are long
         self.pages_reclaimed = 0  # pages that became unnecessary while their request ran: the design keeps this at 0
 
     def announce(self, request_id: str, budget: RequestBudget) -> None:
         """Make a request known; must come before its first allocation."""
         self.budgets[request_id] = budget
+        self._unstarted[request_id] = need = budget.pages(budget.prompt_len)
+        self.unstarted_pages += need
+
+    def _started(self, request_id: str) -> None:
+        self.unstarted_pages -= self._unstarted.pop(request_id, 0)
 
     def withdraw(self, request_id: str) -> None:
         """Forget a finished or aborted request."""
+        self._started(request_id)
         self.budgets.pop(request_id, None)
         self._promised.pop(request_id, None)
         self._found.pop(request_id, None)
@@ -77,9 +87,9 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def committed_pages(self) -> int:
         """Pages that admitted requests will still take for what they were admitted with: prompt and replayed tokens."""
         return sum(
-            max(self._promised[request_id] - len(blocks), 0)
-            for request_id, blocks in self.req_to_blocks.items()
-            if blocks
+            pages - len(blocks)
+            for request_id, pages in self._promised.items()
+            if (blocks := self.req_to_blocks.get(request_id))
         )
 
     def get_num_blocks_to_allocate(
@@ -99,21 +109,35 @@ class HeadGroupManager(SingleTypeKVCacheManager):
         need = pages - held
         if need < 0:
             self.pages_reclaimed -= need
-        need += sum(block.ref_cnt == 0 for block in new_computed_blocks)  # they count as free until they are taken
+        # Pages that nobody holds count as free until they are taken; who holds one of a list holds all before it.
+        need += len(new_computed_blocks) - bisect_left(new_computed_blocks, True, key=_is_idle)
         if apply_admission_cap:  # vLLM's full-sequence gate: admit only what fits beside all that was admitted before
             need += self.committed_pages()
             self._promised[request_id] = pages  # counts from the first page on that the request gets
         return max(need, 0)
 
+    def stays_in_block(self, request: Request, num_new_tokens: int) -> bool:
+        """Whether a step of a request does nothing to pages and sessions: it is one of decode within a block.
+
+        A step that goes beyond the prompt begins at its end or later. So once pages were allocated for one, all states
+        of the prompt are known, and until the next block there is nothing to do.
+        """
+        reached = request.num_computed_tokens + num_new_tokens
+        return 0 <= self._room.get(request.request_id, -1) - reached < self.block_size
+
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> list[KVCacheBlock]:
         """Append pages in birth order up to the need at ``num_tokens``; the first may be filled from the host."""
         blocks = self.req_to_blocks[request_id]
+        budget = self.budgets[request_id]
+        self._started(request_id)
+        if num_tokens > budget.prompt_len:
+            self._room[request_id] = -(-num_tokens // self.block_size) * self.block_size
         hit = self._begun.pop(request_id, None)
-        new_blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(
-            self.budgets[request_id].pages(num_tokens) - len(blocks)
-        )
+        new_blocks: list[KVCacheBlock] = self.block_pool.get_new_blocks(budget.pages(num_tokens) - len(blocks))
         self.sessions.handed_out(new_blocks, keep=hit.spilled if hit else ())
         blocks.extend(new_blocks)
+        if len(blocks) >= self._promised.get(request_id, 0):
+            self._promised.pop(request_id, None)
         if hit is not None:
             self.sessions.restore(hit, blocks)
         if self._record_new_block_ids:
@@ -123,11 +147,11 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def remember(self, request: Request) -> None:
         """Make the states after the chunks that a request has computed findable; those of its running step not yet."""
         request_id = request.request_id
-        budget, blocks = self.budgets[request_id], self.req_to_blocks.get(request_id)
-        if not self.enable_caching or not blocks:
-            return
-        known = self._remembered.get(request_id, 0)
+        budget, known = self.budgets[request_id], self._remembered.get(request_id, 0)
         if known >= budget.prompt_len:  # nothing more can come: decode steps end here
+            return
+        blocks = self.req_to_blocks.get(request_id)
+        if not self.enable_caching or not blocks:
             return
         for tokens in budget.boundaries(request.num_computed_tokens):
             if tokens <= known:
@@ -191,6 +215,7 @@ class HeadGroupManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         self._remembered.pop(request_id, None)
+        self._room.pop(request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 
@@ -201,6 +226,10 @@ class HeadGroupManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(cls, *args: Any, **kwargs: Any) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """The scheduler asks ``find``: a hit depends on the request's retention, too."""
         return ([],), 0
+
+
+def _is_idle(page: KVCacheBlock) -> bool:
+    return bool(page.ref_cnt == 0)
 
 
 def _nothing(_: KVCacheBlock) -> None:

@@ -8,7 +8,7 @@ before vLLM's loggers look at it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import Gauge
@@ -64,7 +64,7 @@ class PageStats:
 
     def attach(self, stats: SchedulerStats) -> None:
         """Put the figures into vLLM's per-step statistics."""
-        stats.num_kv_fetch_reqs_by_stage.update({_PREFIX + name: value for name, value in asdict(self).items()})
+        stats.num_kv_fetch_reqs_by_stage.update({_PREFIX + name: value for name, value in vars(self).items()})
 
     @classmethod
     def detach(cls, stats: SchedulerStats) -> PageStats | None:

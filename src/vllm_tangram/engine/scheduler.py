@@ -55,9 +55,14 @@ class TangramScheduler(Scheduler):
         assert isinstance(manager, HeadGroupManager)
         self.pages = manager
         manager.sessions = SessionCache(self.plan.config.session_ttl, host_pages=host_pages(self.vllm_config))
-        self.kv_cache_manager.estimate_cached_tokens = manager.cached_tokens  # vLLM's reads hashes of blocks of tokens
+        # vLLM's deal in hashes of blocks of tokens, and the last two are called for every request of every step.
+        self.kv_cache_manager.estimate_cached_tokens = manager.cached_tokens
+        self.kv_cache_manager.cache_blocks = manager.cache_blocks
+        self._allocate_pages = self.kv_cache_manager.allocate_slots
+        self.kv_cache_manager.allocate_slots = self._allocate_slots
         self.page_bytes = layout_of(self.vllm_config).bytes_of(1)
         self.num_preemptions = 0
+        self._preempted: dict[str, Request] = {}  # those that wait, and some that run again
         self.check = PageCheck(manager) if check_wanted() else None
         if self.check is not None:
             logger.info("Tangram: %s=1: pages are verified at every step.", CHECK_VARIABLE)
@@ -118,6 +123,12 @@ class TangramScheduler(Scheduler):
                 request.max_tokens = fitting
         super().add_request(request)
 
+    def _allocate_slots(self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
+        """vLLM's, where there is anything to do: most decode steps need no page, and its way there is long."""
+        if self.pages.stays_in_block(request, num_new_tokens):
+            return self.kv_cache_manager.empty_kv_cache_blocks
+        return self._allocate_pages(request, num_new_tokens, *args, **kwargs)
+
     def _usable_pages(self) -> int:
         return int(self.kv_cache_config.num_blocks) - 1  # vLLM keeps block 0 as its null block
 
@@ -169,37 +180,47 @@ class TangramScheduler(Scheduler):
 
     def _retention_fits(self, request: Request) -> bool:
         """Whether workers have room for the request's retention beside those of the requests that run."""
-        schedules = {id(self.pages.budgets[running.request_id].schedule) for running in self.running}
-        schedule = self.pages.budgets[request.request_id].schedule
-        return id(schedule) in schedules or len(schedules) < MAX_RETENTIONS
+        budgets = self.pages.budgets
+        schedule = budgets[request.request_id].schedule
+        if any(budgets[running.request_id].schedule is schedule for running in self.running):
+            return True
+        return len({id(budgets[running.request_id].schedule) for running in self.running}) < MAX_RETENTIONS
 
     def _preempt_request(self, request: Request, timestamp: float, drop_stale_output: bool = False) -> None:
         self.num_preemptions += 1
+        self._preempted[request.request_id] = request
         super()._preempt_request(request, timestamp, drop_stale_output)
 
     def _free_blocks(self, request: Request) -> None:
         super()._free_blocks(request)
         self.pages.withdraw(request.request_id)
+        self._preempted.pop(request.request_id, None)
 
     def page_stats(self) -> PageStats:
         """The pool and the running requests as of now."""
         held = kept = full = 0
+        requests, budgets, full_pages = self.requests, self.pages.budgets, self.plan.full_pages
         for request_id, blocks in self.pages.req_to_blocks.items():
             if not blocks:
                 continue
             held += len(blocks)
-            tokens = self.requests[request_id].num_computed_tokens
-            kept += self.pages.budgets[request_id].pages(tokens)
-            full += self.plan.full_pages(tokens)
+            tokens = requests[request_id].num_computed_tokens
+            kept += budgets[request_id].pages(tokens)
+            full += full_pages(tokens)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        waiting = [r for r in self.requests.values() if r.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)]
+        waiting = self.pages.unstarted_pages
+        for request in list(self._preempted.values()):
+            if request.status == RequestStatus.PREEMPTED:
+                waiting += budgets[request.request_id].pages(request.num_tokens)
+            else:
+                del self._preempted[request.request_id]
         return PageStats(
             pages_in_use=self._usable_pages() - free,
             pages_free=free,
             pages_held=held,
             pages_kept=kept,
             pages_full_kv=full,
-            pages_waiting=sum(self.pages.budgets[r.request_id].pages(r.num_tokens) for r in waiting),
+            pages_waiting=waiting,
             pages_reclaimed=self.pages.pages_reclaimed,
             preemptions=self.num_preemptions,
             page_bytes=self.page_bytes,

@@ -58,6 +58,7 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
         self.requests = torch.full((self.max_num_reqs,), -1, dtype=torch.int32, device=device)
+        self._slots = np.full(self.max_num_reqs, -1, np.int32)  # what is in it
         self.schedules: dict[int, EvictionSchedule] = {}
         self.observer: ScoreObserver | None = None
 
@@ -165,14 +166,20 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
         return bool(super()._remove_request(req_id))
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Tell the kernels which slot each row of the batch is; block table and slots are found from there."""
+        """Tell the kernels which slot each row of the batch is; block table and slots are found from there.
+
+        Most decode steps have the rows of the step before, and nothing to copy.
+        """
         slots = np.full(input_batch.num_reqs_after_padding, -1, np.int32)
         slots[: input_batch.num_reqs] = input_batch.idx_mapping_np
-        async_tensor_h2d(slots, out=self.requests[: len(slots)])
+        if not np.array_equal(slots, self._slots[: len(slots)]):
+            async_tensor_h2d(slots, out=self.requests[: len(slots)])
+            self._slots[: len(slots)] = slots
         return (self.flat[: len(slots)],), self.block_tables.slot_mappings[:, : input_batch.num_tokens_after_padding]
 
     def prepare_dummy_attn(
         self, input_batch: InputBatch, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Tensor, ...], Tensor]:
+        self._slots.fill(-1)
         self.requests.fill_(-1)  # a dummy batch must not write to pages of real requests
         return super().prepare_dummy_attn(input_batch, *args, **kwargs)
