@@ -59,7 +59,7 @@ def traffic() -> Traffic:
         traffic.submit(3, RETENTION, new, 20, False)
         traffic.prompts = traffic.prompts[-1:]
         for _ in range(20):
-            traffic.step(SimpleNamespace(random=lambda: 1.0))  # type: ignore[arg-type]
+            traffic.step(SimpleNamespace(random=lambda: 1.0, randint=min))  # type: ignore[arg-type]
             if traffic.running.get(str(traffic.number)) and _done(traffic.running[str(traffic.number)]):
                 break
     one, two = (traffic.manager.req_to_blocks[name] for name in "12")
