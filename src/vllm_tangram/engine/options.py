@@ -74,15 +74,22 @@ def _platform() -> _Platform:
     )
 
 
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Tokens of the steps that are captured: those that vLLM captures by itself, and up to 2048.
+def graph_sizes(max_num_seqs: int, step_tokens: int) -> list[int]:
+    """Tokens of the steps that are captured: those that vLLM captures by itself on a Hopper GPU, and up to 2048.
 
     A turn of a conversation that begins with a session computes some hundred tokens. Without a graph such a step takes
     the GPU less time than it takes the host to launch it.
+
+    Args:
+        max_num_seqs: most requests of a step. Always one of the sizes: a decode step has a full graph only if there is
+            one of as many rows or more, and none has more rows than this.
+        step_tokens: most tokens of a step, ``max_num_batched_tokens``.
+
     """
     most = min(2 * max_num_seqs, 512)
     decode = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-    return sorted({size for size in decode if size <= most} | set(range(512, 2049, 256)))
+    sizes = {size for size in decode if size <= most} | {max_num_seqs, *range(512, 2049, 256), step_tokens}
+    return sorted(size for size in sizes if size <= min(step_tokens, 2048))
 
 
 def _leaves_graphs_to_us(given: dict[str, Any]) -> bool:
@@ -92,7 +99,9 @@ def _leaves_graphs_to_us(given: dict[str, Any]) -> bool:
     stated = (
         compilation if isinstance(compilation, dict) else {name: getattr(compilation, name, None) for name in names}
     )
-    return not given.get("enforce_eager") and all(given.get(name) is stated.get(name) is None for name in names)
+    if given.get("enforce_eager") or given.get("performance_mode") == "interactivity":  # which has sizes of its own
+        return False
+    return all(given.get(name) is stated.get(name) is None for name in names)
 
 
 def split_options(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -139,7 +148,8 @@ def engine_options(config: TangramConfig, vllm_options: dict[str, Any]) -> dict[
         scheduler = _SCHEDULER
     else:
         if _leaves_graphs_to_us(given):
-            given["cudagraph_capture_sizes"] = graph_sizes(given["max_num_seqs"])
+            step_tokens = given.get("max_num_batched_tokens", platform.step_tokens)
+            given["cudagraph_capture_sizes"] = graph_sizes(given["max_num_seqs"], step_tokens)
         # Said explicitly: with a scheduler class of its own an engine must know which of the two it is to be.
         scheduler = _ASYNC_SCHEDULER if given.setdefault("async_scheduling", True) else _SCHEDULER
     return given | {
