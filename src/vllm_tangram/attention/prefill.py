@@ -182,7 +182,7 @@ def retained_blocks(
         rows: the chunks; a skipped row gives zeros.
         flat: ``[S, W]`` int32, vLLM's block table.
         pages: what finds pages in it.
-        heads: groups and columns of the layer's KV heads.
+        heads: groups and columns of the KV heads of a layer, or of several one after another.
         group_size: columns of a page, G.
 
     """
