@@ -92,9 +92,12 @@ class TangramGPUModelRunner(SpillingRunner, GPUModelRunner):
         return table
 
     def table_bytes(self) -> int:
-        """Device memory of the block table and of what finds pages in it."""
+        """Device memory of the block table, of what finds pages in it, and of the longest page lists of a step."""
         spec_width = self.plan.num_groups * self._max_blocks
-        return 4 * (spec_width * (self.max_num_reqs + MAX_RETENTIONS) + self.max_num_reqs * self.plan.num_groups)
+        tables = spec_width * (self.max_num_reqs + MAX_RETENTIONS) + self.max_num_reqs * self.plan.num_groups
+        # Every request has a chunk that begins in the step, and whole ones as the step has room for: `History`.
+        chunks = self.max_num_reqs + self.max_num_tokens // self.plan.config.chunk_size
+        return 4 * (tables + self.groups.group.size * chunks * (self._max_blocks + 1))
 
     @property
     def longest_chunk(self) -> int:
