@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What docs/performance.md says of whole engines on a GPU, in one run: engines start together and are measured alone.
 
-    python tests/gpu/measure.py OUT --profile FILE --gate FILE --gate-profile FILE [--phase 1] [--phase 2] [--tiny]
+    python tests/gpu/measure.py OUT --profile FILE [--phase 1] [--phase 2] [--tiny]
 
 The commands of ``tangram bench`` start their engines one after another, which takes longer than measuring; this calls
 the same functions. Writes a line of JSON per measurement to OUT/measured.jsonl as soon as it is there. Phase 1 is stock
@@ -20,17 +20,22 @@ from dataclasses import asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_tangram.bench import serving
 from vllm_tangram.bench.groups import describe_groups, engines_of
 from vllm_tangram.bench.multiturn import replayed
 from vllm_tangram.bench.prefill import prefill
 from vllm_tangram.bench.process import EngineProcess
 from vllm_tangram.bench.serving import Engine, Setup, describe
+from vllm_tangram.bench.shapes import HeadShape, shape_fingerprint
 from vllm_tangram.bench.sizing import kv_bytes_per_token
 from vllm_tangram.bench.throughput import Workload, decode_kernels, serve
 from vllm_tangram.bench.traffic import Conversations
 from vllm_tangram.bench.ttft import Arrivals, first_tokens
+from vllm_tangram.budget import RetentionProfile
 from vllm_tangram.cli.bench_options import on_cuda
+from vllm_tangram.compression.gate import Gate, GateWeights
 from vllm_tangram.engine.stepper import EngineStepper
 
 _GIB = 1 << 30
@@ -89,6 +94,33 @@ class Sizes:
         talks, arrivals = (Conversations(2, 2, 200, 20, 8, begin_within=1.0),), Arrivals(256, 4, 3)
         long, gated = Workload(256, 16, 2), Engine("0.25, gate", 0.25, {"scorer": "fastkvzip"})
         return cls(setup, 256, long, short, short, talks, arrivals, (2.0,), gated, 20.0, 100 << 20)
+
+
+def random_gate(folder: Path, profile: Path) -> tuple[Path, Path]:
+    """A gate of the shapes of Qwen3-4B whose weights are random, and the profile for it: what it costs is real."""
+    model = shape_fingerprint("qwen3-4b")
+    shape = HeadShape.of(model)
+    heads, inner, sinks, width = shape.kv_heads, 16, 16, int(model["hidden_size"])
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int, factor: float = 1.0) -> torch.Tensor:
+        return (factor * torch.randn(shape.layers, *sizes, generator=random)).half().float()
+
+    weights = GateWeights(
+        q_weight=draw(shape.query_heads * inner, width, factor=width**-0.5),
+        q_bias=draw(shape.query_heads * inner),
+        k_weight=draw(heads * inner, width, factor=width**-0.5),
+        q_norm=1 + draw(inner, factor=0.1),
+        k_norm=1 + draw(inner, factor=0.1),
+        k_base=draw(heads, sinks, inner),
+        bias=draw(heads, shape.query_heads // heads),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    gate, gate_profile = folder / "gate.safetensors", folder / "gate-profile.safetensors"
+    Gate(weights, model).save(gate)
+    made = replace(RetentionProfile.load(profile), scorer="fastkvzip", gate=Gate.load(gate).digest())
+    made.save(gate_profile)
+    return gate, gate_profile
 
 
 class Report:
@@ -174,15 +206,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--profile", type=Path, help="of `tangram bench profile`, for KeyDiff")
-    parser.add_argument("--gate", type=Path, help="of the shapes of Qwen3-4B, any weights")
-    parser.add_argument("--gate-profile", type=Path, help="the same profile for this gate")
     parser.add_argument("--phase", type=int, action="append", choices=(1, 2))
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    files = [options.profile, options.gate, options.gate_profile]
-    if options.tiny == (None not in files):
-        parser.error("give --profile, --gate and --gate-profile, or --tiny")
-    sizes = Sizes.tiny() if options.tiny else Sizes.of_gpu(*files)
+    if options.tiny == (options.profile is not None):
+        parser.error("give --profile, or --tiny")
+    sizes = Sizes.tiny() if options.tiny else Sizes.of_gpu(options.profile, *random_gate(options.out, options.profile))
     if not options.tiny:
         plain = serving.model_options
 
