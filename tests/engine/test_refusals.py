@@ -203,6 +203,10 @@ def test_another_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("vllm.v1.core.sched.scheduler.Scheduler._reserve_prefill_lookahead")
     with pytest.raises(TangramError, match="_reserve_prefill_lookahead"):
         compat.check_vllm()
+    monkeypatch.undo()
+    monkeypatch.setattr("vllm.v1.request.Request.__init__", lambda self: None)
+    with pytest.raises(TangramError, match=r"requests of vLLM .* have no drop_stale_output, num_computed_tokens, "):
+        compat.check_vllm()
 
 
 def test_every_refusal_has_a_reason() -> None:

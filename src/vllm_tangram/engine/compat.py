@@ -135,6 +135,16 @@ _CUDA_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 
 
+#: What we read and set of a request that no class declares: its constructor must know these names.
+_REQUEST_STATE = (
+    "num_stale_output_tokens",
+    "drop_stale_output",
+    "prefill_stats",
+    "num_computed_tokens",
+    "num_preemptions",
+)
+
+
 class Refusal(NamedTuple):
     """A vLLM feature that head-group pages cannot serve (yet)."""
 
@@ -283,6 +293,13 @@ def check_vllm() -> None:
                 f"vLLM {vllm.__version__} has no {module}.{path}({', '.join(parameters)}), which vllm-tangram extends: "
                 "the installation is modified or incomplete; reinstall vLLM"
             )
+    request: Any = importlib.import_module("vllm.v1.request").Request
+    unknown = sorted(set(_REQUEST_STATE).difference(request.__init__.__code__.co_names))
+    if unknown:
+        raise TangramError(
+            f"requests of vLLM {vllm.__version__} have no {', '.join(unknown)}, which vllm-tangram reads: the "
+            "installation is modified; reinstall vLLM"
+        )
 
 
 def check_supported(config: VllmConfig) -> None:
