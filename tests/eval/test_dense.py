@@ -17,7 +17,7 @@ from vllm_tangram.compression import get_scorer, scorer_names
 from vllm_tangram.eval.dense import DenseModel
 from vllm_tangram.eval.state import DenseState, Past
 
-OPTIONS = {"sinks": 4, "window": 64}
+OPTIONS = {"sinks": 4, "window": 16}
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -63,7 +63,7 @@ def test_keeps_what_the_schedule_says(
         assert (state.retained.sum(-1).numpy() == lengths[plan.groups.group]).all()
         assert (state.retained[..., :start] == before.retained).all()  # earlier chunks are not looked at again
         assert state.retained[..., :4].all()
-        assert state.retained[..., -min(64, len(chunk)) :].all()
+        assert state.retained[..., -min(OPTIONS["window"], len(chunk)) :].all()
     whole = dense.prefill(tokens, get_scorer(scorer, gate), plan, schedule)
     assert (whole.retained == state.retained).all()
     torch.testing.assert_close(whole.logits, state.logits)
