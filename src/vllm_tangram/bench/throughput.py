@@ -123,10 +123,7 @@ def serve(stepper: EngineStepper, workload: Workload, max_seconds: float | None 
 
     """
     run_alone(stepper, workload.prompt_tokens, min(workload.output_tokens, 8), count=2)
-    random = Random(0)
-    for number in range(workload.requests):
-        prompt = random_prompt(random, workload.prompt_tokens)
-        stepper.add_counted(str(number), prompt, workload.output_tokens, workload.retention)
+    _queue(stepper, workload, Random(0))
     log = _Log(workload.requests)
     while log.finished < workload.requests and (max_seconds is None or log.seconds < max_seconds):
         log.add(stepper.advance(), stepper)
@@ -153,9 +150,7 @@ def decode_kernels(stepper: EngineStepper, workload: Workload) -> dict[str, floa
         ``gpu``: seconds of all kernels of such a step, mean of 32.
 
     """
-    random = Random(1)
-    for number in range(workload.requests):
-        stepper.add_counted(str(number), random_prompt(random, workload.prompt_tokens), workload.output_tokens)
+    _queue(stepper, workload, Random(1))
     walls: list[float] = []
     while len(walls) < _PROFILED:
         step = stepper.advance()
@@ -167,6 +162,12 @@ def decode_kernels(stepper: EngineStepper, workload: Workload) -> dict[str, floa
     kernels = gpu_kernels(lambda: [stepper.advance() for _ in range(_PROFILED)])
     stepper.abort_all()
     return {"wall": median(walls), "gpu": sum(kernels.values()) / _PROFILED}
+
+
+def _queue(stepper: EngineStepper, workload: Workload, random: Random) -> None:
+    for number in range(workload.requests):
+        prompt = random_prompt(random, workload.prompt_tokens)
+        stepper.add_counted(str(number), prompt, workload.output_tokens, workload.retention)
 
 
 class _Log:
