@@ -46,7 +46,7 @@ class EvictionSchedule:
 
     def num_pages(self, t: int, prompt_len: int) -> int:
         """Pages held after ``t`` tokens; constant time."""
-        n = (t if t < prompt_len else prompt_len) // self.block_size
+        n = min(t, prompt_len) // self.block_size
         return self._totals[n] + self._num_groups * (-(-t // self.block_size) - n)
 
     def positions(self) -> NDArray[np.int32]:
