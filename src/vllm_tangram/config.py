@@ -14,6 +14,7 @@ Margin = Literal["inside", "on_top"]
 Budgets = Literal["profile", "uniform"]
 
 DEFAULT_BLOCK_SIZE = 32  # the smallest that the CPU's kernels take: eviction goes by blocks
+MIXED_GRAPHS = range(512, 2049, 256)  # tokens of steps with prompts of which CUDA graphs are captured
 
 
 class TangramConfig(BaseModel):
@@ -121,3 +122,7 @@ class TangramConfig(BaseModel):
                 "the lower bound is --retention-floor, or --retention where that is smaller"
             )
         return float(value)
+
+
+#: Default of every option, by name.
+DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from vllm_tangram.bench.shapes import HeadShape, shape_fingerprint, shape_names
 from vllm_tangram.budget import PROFILE_RETENTIONS, RetentionProfile
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULTS, TangramConfig
 from vllm_tangram.errors import TangramError
 
 # A head of which nothing was kept at the published fraction must still be able to grow where more is kept.
@@ -103,7 +103,7 @@ def profile_and_shape(path: Path | None, shape_name: str | None) -> tuple[Retent
             )
         return profile, shape
     model = shape_fingerprint(shape_name or _fitting_shape(path))
-    return import_published(path, model, TangramConfig.model_fields["scorer"].default), HeadShape.of(model)
+    return import_published(path, model, DEFAULTS["scorer"]), HeadShape.of(model)
 
 
 def _domains(about: dict[str, Any], num_samples: int) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from vllm_tangram.bench.shapes import HeadShape, model_folder, shape_names
 from vllm_tangram.budget import model_fingerprint
+from vllm_tangram.config import MIXED_GRAPHS
 from vllm_tangram.embedded import embedded_model
 from vllm_tangram.errors import TangramError
 
@@ -17,7 +18,6 @@ _CARD_BYTES = 79.6 * 2**30  # of an "80 GB" card
 _CARD_SHARE = 0.9  # vLLM's default --gpu-memory-utilization
 _CARD_WORKSPACE = 3 * 2**30  # activations and graphs
 _GRAPHS = [1, 2, 4, *range(8, 64, 8), *range(64, 1024, 16)]  # rows of a decode step; padded rows cost little
-_MIXED = set(range(512, 2049, 256))  # tokens of a step with a prompt's end, as in `engine.options.graph_sizes`
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
@@ -25,7 +25,7 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
     For all engines alike.
     """
-    return sorted({size for size in _GRAPHS if size < max_num_seqs} | {max_num_seqs} | _MIXED)
+    return sorted({size for size in _GRAPHS if size < max_num_seqs} | {max_num_seqs, *MIXED_GRAPHS})
 
 
 def model_options(model: str) -> tuple[str, dict[str, Any]]:

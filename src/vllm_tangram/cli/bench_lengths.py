@@ -12,9 +12,7 @@ import typer
 from vllm_tangram.cli.lists import token_counts
 from vllm_tangram.cli.rendering import console, human_tokens, percent, print_json, table
 from vllm_tangram.cli.scorer_options import gate_of, usable_device
-from vllm_tangram.config import TangramConfig
-
-_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
+from vllm_tangram.config import DEFAULTS, TangramConfig
 
 
 def lengths(
@@ -25,11 +23,11 @@ def lengths(
         "512,1024,2048,4096,8192"
     ),
     chunk_size: Annotated[int, typer.Option(help="Tokens of the reference, and of the chunks of a whole text.")] = (
-        _DEFAULTS["chunk_size"]
+        DEFAULTS["chunk_size"]
     ),
     num_samples: Annotated[int, typer.Option(help="Built-in pilot texts, of five domains in turn.", min=2)] = 10,
-    retention: Annotated[float, typer.Option(help="As for `tangram serve`.")] = _DEFAULTS["retention"],
-    alpha: Annotated[float, typer.Option(help="As for `tangram serve`.")] = _DEFAULTS["alpha"],
+    retention: Annotated[float, typer.Option(help="As for `tangram serve`.")] = DEFAULTS["retention"],
+    alpha: Annotated[float, typer.Option(help="As for `tangram serve`.")] = DEFAULTS["alpha"],
     device: Annotated[str, typer.Option(help="Where to compute, such as cpu or cuda.")] = "cpu",
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ from vllm_tangram.cli import bench_options as opt
 from vllm_tangram.cli import bench_reports
 from vllm_tangram.cli.bench_reports import Report, column, number, print_notes, ratio
 from vllm_tangram.cli.rendering import console, table
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULTS
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TALK = {True: (8, 16384, 256, 256), False: (5, 1500, 60, 24)}  # turns, first prompt, text of a turn, answer
 _TRACE = {True: (1.0, 1.0, 1000, 65536), False: (0.2, 40.0, 40, 4096)}  # scale, speed, requests, longest request
 # A prefix is reused in whole chunks, and the conversations of a CPU are short.
-_CHUNK = {True: TangramConfig.model_fields["chunk_size"].default, False: 512}
+_CHUNK = {True: DEFAULTS["chunk_size"], False: 512}
 _WORKING_SET = 3.0
 
 _TRACE_FILE = "Requests of this file instead, in the format of Mooncake's traces."

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULTS
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
     from vllm_tangram.bench.results import Results
     from vllm_tangram.bench.serving import Setup
-
-_CHUNK: int = TangramConfig.model_fields["chunk_size"].default
 
 Mix = Annotated[str, typer.Option(help="Sizes of requests: long, mid or short.")]
 InputTokens = Annotated[int | None, typer.Option(help="Instead of the mix's.", min=1, show_default=False)]
@@ -47,7 +45,7 @@ ChunkSize = Annotated[
     int | None,
     typer.Option(
         help="Prompt tokens that ours compresses at once; a step of any engine takes 8192 or more, without CUDA 2048.  "
-        f"[default: {_CHUNK}]",
+        f"[default: {DEFAULTS['chunk_size']}]",
         min=32,
         show_default=False,
     ),
@@ -116,7 +114,7 @@ def setup_of(
     from vllm_tangram.bench.sizing import card_kv_bytes
 
     cuda = on_cuda()
-    chunk = chunk_size or _CHUNK
+    chunk = chunk_size or DEFAULTS["chunk_size"]
     kv_bytes = None if kv_gib is None else int(kv_gib * 2**30)
     if kv_bytes is None and cuda:
         kv_bytes = card_kv_bytes(model, tensor_parallel_size)

@@ -25,14 +25,13 @@ from vllm_tangram.cli.evaluate_run import (
 from vllm_tangram.cli.lists import items, numbers, token_counts
 from vllm_tangram.cli.rendering import console, finite, table
 from vllm_tangram.cli.scorer_options import gate_of, usable_device
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULTS, TangramConfig
 from vllm_tangram.errors import TangramError
 
 TaskName = Literal[
     "needle", "multikey", "multivalue", "kv", "lines", "topics", "manyshot", "dialogues", "perplexity"
 ]  # those of eval.tasks.TASKS (a test checks); written out so that `tangram --help` imports nothing
 _SERVED = "profile,uniform"  # budgets that engines have
-_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
 
 def evaluate(
@@ -67,11 +66,11 @@ def evaluate(
         ),
     ] = "",
     alphas: Annotated[str, typer.Option(help="Standard deviations of the budgets.", metavar="X[,X...]")] = str(
-        _DEFAULTS["alpha"]
+        DEFAULTS["alpha"]
     ),
-    margins: Annotated[str, typer.Option(help="inside, on_top or both.", metavar="NAME[,NAME]")] = _DEFAULTS["margin"],
+    margins: Annotated[str, typer.Option(help="inside, on_top or both.", metavar="NAME[,NAME]")] = DEFAULTS["margin"],
     page_group_sizes: Annotated[str, typer.Option(help="Heads that share pages.", metavar="N[,N...]")] = str(
-        _DEFAULTS["page_group_size"]
+        DEFAULTS["page_group_size"]
     ),
     samples: Annotated[int, typer.Option(help="Questions, at each length.", min=1)] = 40,
     lengths: Annotated[

@@ -10,12 +10,11 @@ import typer
 
 from vllm_tangram.cli.lists import token_counts
 from vllm_tangram.cli.rendering import console, human_bytes, human_tokens, percent, print_json, table
-from vllm_tangram.config import DEFAULT_BLOCK_SIZE, Grouping, Margin, TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, DEFAULTS, Grouping, Margin, TangramConfig
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionPlan, RetentionProfile
 
-_DEFAULTS = {name: field.default for name, field in TangramConfig.model_fields.items()}
 # The picture's prompts: shorter ones hold nearly everything.
 _PLOT_FROM = 256
 _PLOT_POINTS = 160
@@ -26,13 +25,13 @@ def inspect(
     tokens: Annotated[
         list[str], typer.Option(help="Prompt lengths, such as 1k,4k,16k. May be repeated.", metavar="N[,N...]")
     ] = ["1k,4k,16k,64k"],  # noqa: B006 (typer copies it)
-    retention: Annotated[float, typer.Option(help="Share of full KV that a long prompt may hold.")] = _DEFAULTS[
+    retention: Annotated[float, typer.Option(help="Share of full KV that a long prompt may hold.")] = DEFAULTS[
         "retention"
     ],
-    page_group_size: Annotated[int, typer.Option(help="KV heads per page.")] = _DEFAULTS["page_group_size"],
-    alpha: Annotated[float, typer.Option(help="Standard deviations on top of the mean.")] = _DEFAULTS["alpha"],
-    grouping: Annotated[Grouping, typer.Option(help="Which heads may share pages.")] = _DEFAULTS["grouping"],
-    margin: Annotated[Margin, typer.Option(help="Whether the margin counts towards the retention.")] = _DEFAULTS[
+    page_group_size: Annotated[int, typer.Option(help="KV heads per page.")] = DEFAULTS["page_group_size"],
+    alpha: Annotated[float, typer.Option(help="Standard deviations on top of the mean.")] = DEFAULTS["alpha"],
+    grouping: Annotated[Grouping, typer.Option(help="Which heads may share pages.")] = DEFAULTS["grouping"],
+    margin: Annotated[Margin, typer.Option(help="Whether the margin counts towards the retention.")] = DEFAULTS[
         "margin"
     ],
     block_size: Annotated[int, typer.Option(help="Tokens per page.", min=1)] = DEFAULT_BLOCK_SIZE,
@@ -47,7 +46,7 @@ def inspect(
     config = TangramConfig.parse(
         {
             "retention": retention,
-            "retention_floor": min(retention, _DEFAULTS["retention_floor"]),
+            "retention_floor": min(retention, DEFAULTS["retention_floor"]),
             "page_group_size": page_group_size,
             "alpha": alpha,
             "grouping": grouping,

@@ -12,15 +12,13 @@ from rich.markup import escape
 
 from vllm_tangram.cli import scorer_options as opt
 from vllm_tangram.cli.rendering import console, percent, print_json, table
-from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, DEFAULTS, TangramConfig
 from vllm_tangram.errors import TangramError
 from vllm_tangram.files import check_target
 from vllm_tangram.pilot import BUILT_IN, load_samples, mixture, pilot_samples
 
 if TYPE_CHECKING:
     from vllm_tangram.budget import RetentionProfile
-
-_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
 
 
 def profile(
@@ -41,8 +39,8 @@ def profile(
         int | None,
         typer.Option(help="Tokens of a sample that are used.", min=1, show_default="a chunk, and at least 2048"),
     ] = None,
-    sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
-    window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
+    sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = DEFAULTS["sinks"],
+    window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = DEFAULTS["window"],
     chunk_size: Annotated[
         int | None, typer.Option(help="Prompt tokens that are compressed at once; as for `tangram serve`.")
     ] = None,
@@ -95,7 +93,7 @@ def _report(path: Path, profile: RetentionProfile) -> dict[str, Any]:
             "chunk_size": profile.chunk_size,
             "sinks": profile.sinks,
             "window": profile.window,
-            "page_group_size": min(members, _DEFAULTS["page_group_size"]),
+            "page_group_size": min(members, DEFAULTS["page_group_size"]),
         }
     )
     spread = profile.mean.reshape(len(profile.retentions), members)
@@ -125,7 +123,7 @@ def _print(report: dict[str, Any], model: str) -> None:
     )
     out.print(table(title, ("retention", "least of a head", "most of a head"), rows))
     out.print()
-    print_stability(out, report, **{name: _DEFAULTS[name] for name in ("retention", "alpha", "margin")})
+    print_stability(out, report, **{name: DEFAULTS[name] for name in ("retention", "alpha", "margin")})
     path = escape(report["file"])
     out.print(f"\nWrote {path}. See it with `tangram inspect {path}`,")
     out.print(f"serve with `tangram serve {escape(model)} --profile {path}`.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from vllm_tangram.config import TangramConfig
+from vllm_tangram.config import DEFAULTS
 from vllm_tangram.errors import TangramError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Scorer = Annotated[
     str | None,
     typer.Option(
         help="What tells important tokens from others.",
-        show_default=f"fastkvzip if the model has a gate, else {TangramConfig.model_fields['scorer'].default}",
+        show_default=f"fastkvzip if the model has a gate, else {DEFAULTS['scorer']}",
     ),
 ]
 Gate = Annotated[

@@ -8,9 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_tangram.cli import scorer_options as opt
-from vllm_tangram.config import Budgets, Grouping, Margin, TangramConfig
-
-_DEFAULTS: dict[str, Any] = {name: field.default for name, field in TangramConfig.model_fields.items()}
+from vllm_tangram.config import DEFAULTS, Budgets, Grouping, Margin, TangramConfig
 
 # For typer: what we do not know goes to vLLM, in its order.
 COMMAND: dict[str, Any] = {
@@ -23,43 +21,43 @@ COMMAND: dict[str, Any] = {
 
 def serve(
     ctx: typer.Context,
-    retention: Annotated[float, typer.Option(help="Share of full KV that a long prompt may hold.")] = _DEFAULTS[
+    retention: Annotated[float, typer.Option(help="Share of full KV that a long prompt may hold.")] = DEFAULTS[
         "retention"
     ],
     retention_floor: Annotated[
         float, typer.Option(help="Smallest retention that a request may ask for itself.")
-    ] = _DEFAULTS["retention_floor"],
+    ] = DEFAULTS["retention_floor"],
     scorer: opt.Scorer = None,
     gate: opt.Gate = None,
-    document_scores: opt.DocumentScores = _DEFAULTS["document_scores"],
+    document_scores: opt.DocumentScores = DEFAULTS["document_scores"],
     profile: Annotated[
         str | None,
         typer.Option(help="Retention profile of the model; without it one is made once and cached.", metavar="FILE"),
-    ] = _DEFAULTS["profile"],
+    ] = DEFAULTS["profile"],
     budgets: Annotated[
         Budgets, typer.Option(help="What each head may keep: by the profile, or all the same.")
-    ] = _DEFAULTS["budgets"],
-    page_group_size: Annotated[int, typer.Option(help="KV heads per page.")] = _DEFAULTS["page_group_size"],
-    grouping: Annotated[Grouping, typer.Option(help="Which heads may share pages.")] = _DEFAULTS["grouping"],
-    alpha: Annotated[float, typer.Option(help="Standard deviations on top of a head's mean budget.")] = _DEFAULTS[
+    ] = DEFAULTS["budgets"],
+    page_group_size: Annotated[int, typer.Option(help="KV heads per page.")] = DEFAULTS["page_group_size"],
+    grouping: Annotated[Grouping, typer.Option(help="Which heads may share pages.")] = DEFAULTS["grouping"],
+    alpha: Annotated[float, typer.Option(help="Standard deviations on top of a head's mean budget.")] = DEFAULTS[
         "alpha"
     ],
-    margin: Annotated[Margin, typer.Option(help="Whether that counts towards the retention.")] = _DEFAULTS["margin"],
-    chunk_size: Annotated[int, typer.Option(help="Prompt tokens that are compressed at once.")] = _DEFAULTS[
+    margin: Annotated[Margin, typer.Option(help="Whether that counts towards the retention.")] = DEFAULTS["margin"],
+    chunk_size: Annotated[int, typer.Option(help="Prompt tokens that are compressed at once.")] = DEFAULTS[
         "chunk_size"
     ],
-    sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = _DEFAULTS["sinks"],
-    window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = _DEFAULTS["window"],
+    sinks: Annotated[int, typer.Option(help="First tokens of a prompt, always kept.")] = DEFAULTS["sinks"],
+    window: Annotated[int, typer.Option(help="Last tokens of every chunk, always kept.")] = DEFAULTS["window"],
     session_ttl: Annotated[
         float,
         typer.Option(help="Seconds after which a conversation that nobody continued is not found again; 0: never."),
-    ] = _DEFAULTS["session_ttl"],
+    ] = DEFAULTS["session_ttl"],
     session_spill_gib: Annotated[
         float,
         typer.Option(
             help="Host memory, in GiB, for conversations that the pool has no room for, of all ranks; 0: none."
         ),
-    ] = _DEFAULTS["session_spill_gib"],
+    ] = DEFAULTS["session_spill_gib"],
 ) -> None:
     """Serve a model over vLLM's OpenAI API with compressed KV cache.
 

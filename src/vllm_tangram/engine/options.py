@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from vllm.exceptions import VLLMError
 from vllm.platforms import current_platform
 
-from vllm_tangram.config import DEFAULT_BLOCK_SIZE, TangramConfig
+from vllm_tangram.config import DEFAULT_BLOCK_SIZE, MIXED_GRAPHS, TangramConfig
 from vllm_tangram.engine.setup import OPTIONS_KEY
 from vllm_tangram.errors import TangramError
 
@@ -88,8 +88,8 @@ def graph_sizes(max_num_seqs: int, step_tokens: int) -> list[int]:
     """
     most = min(2 * max_num_seqs, 512)
     decode = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-    sizes = {size for size in decode if size <= most} | {max_num_seqs, *range(512, 2049, 256), step_tokens}
-    return sorted(size for size in sizes if size <= min(step_tokens, 2048))
+    sizes = {size for size in decode if size <= most} | {max_num_seqs, *MIXED_GRAPHS, step_tokens}
+    return sorted(size for size in sizes if size <= min(step_tokens, MIXED_GRAPHS[-1]))
 
 
 def _leaves_graphs_to_us(given: dict[str, Any]) -> bool:
