@@ -30,10 +30,11 @@ BLOCK = TILE = 16
 class Planned:
     """A plan of two layers and what it is made for."""
 
-    segments: np.ndarray  # [L, R * H, 10]
-    shares: np.ndarray  # [L, C, 15]
+    segments: np.ndarray  # [L, R * H, 13]
+    shares: np.ndarray  # [L, C, 17]
     old: np.ndarray  # [L, R * H] tokens held without the new one; -1 without a request
     pages: list[list[list[int]]]  # [L][R * H] pages of what is held
+    places: list[list[list[int]]]  # [L][R * H] where they stand in the flat list if born with the prompt, else 0
     switch: int
 
     @property
@@ -65,18 +66,23 @@ def planned(
     members = np.stack([rng.integers(0, num_groups, (2, num_heads)), rng.integers(0, 9, (2, num_heads))], axis=-1)
     old = np.full((2, len(lengths), num_heads), -1)
     held: list[list[list[int]]] = [[], []]
+    places: list[list[list[int]]] = [[], []]
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths, strict=True)):
         of_group: list[list[int]] = [[] for _ in range(num_groups)]
+        born_at: list[list[int]] = [[] for _ in range(num_groups)]
         if length is not None:
             prompt, tokens = length
             pages.open(slot, prompt, schedule)
             old[:, row] = schedule.lengths(tokens, prompt)[members[..., 0]] - 1
-            born = iter(flat[slot].tolist())
+            born = enumerate(flat[slot].tolist())
             for n, g in itertools.product(range(-(-tokens // BLOCK)), range(num_groups)):
                 if n >= prompt // BLOCK or rises[n, g]:
-                    of_group[g].append(next(born))
-        for layer, own in enumerate(held):
-            own += [of_group[g] for g in members[layer, :, 0]]
+                    place, page = next(born)
+                    of_group[g].append(page)
+                    born_at[g].append(place if n < prompt // BLOCK else 0)
+        for layer in range(2):
+            held[layer] += [of_group[g] for g in members[layer, :, 0]]
+            places[layer] += [born_at[g] for g in members[layer, :, 0]]
 
     def put(values: object) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)
@@ -92,7 +98,7 @@ def planned(
     segments, shares = plan.segments[:, :count].cpu().numpy(), plan.shares[:, : plan.num_blocks].cpu().numpy()
     np.testing.assert_array_equal(segments[..., 2], np.broadcast_to(np.repeat(requests, num_heads), (2, count)))
     np.testing.assert_array_equal(segments[..., 6:8], np.tile(members, (1, len(lengths), 1)))
-    return Planned(segments, shares, old.reshape(2, -1), held, switch)
+    return Planned(segments, shares, old.reshape(2, -1), held, places, switch)
 
 
 request_lengths = st.none() | st.integers(1, 300).flatmap(lambda p: st.tuples(st.just(p), st.integers(p, p + 40)))
@@ -119,21 +125,33 @@ def test_every_tile_is_in_one_share(
 ) -> None:
     plan = planned(lengths, num_heads, num_blocks, seed, min_tiles, switch, even=even)
     np.testing.assert_array_equal(plan.segments[..., 1], np.maximum(plan.old, 0))
-    for segments, shares, tiles, held in zip(plan.segments, plan.shares, plan.tiles, plan.pages, strict=True):
+    for segments, shares, tiles, held, places in zip(
+        plan.segments, plan.shares, plan.tiles, plan.pages, plan.places, strict=True
+    ):
+        blocks = [-(-segment[1] // BLOCK) for segment in segments]  # that hold old tokens
+
+        def ahead(segment: int, tile: int) -> list[int]:
+            """The page of a tile, and where that of the next was born; a tile is a block here."""
+            last = blocks[segment]  # noqa: B023 (called in this round only)
+            page, born = held[segment][tile:last][:1], places[segment][tile + 1 : last][:1]  # noqa: B023
+            return [*page, 0][:1] + [*born, 0][:1]
+
+        for segment, (*_, new_page, first_page, second_born) in enumerate(segments.tolist()):
+            assert [first_page, second_born] == ahead(segment, 0)
+            pages = held[segment]
+            assert new_page == (pages[segments[segment, 1] // BLOCK] if pages else 0)
         ends = (tiles + switch).cumsum()
         begins = ends - tiles
         np.testing.assert_array_equal(segments[:, 0], begins)
         pieces: list[list[tuple[int, int, int]]] = [[] for _ in tiles]  # of each segment: block, first tile, end
-        for block, (first, end, low, high, page, *record) in enumerate(shares.tolist()):
+        for block, (first, end, low, high, *record) in enumerate(shares.tolist()):
             for segment in range(first, end):
                 part = max(low - begins[segment], 0), min(high - begins[segment], tiles[segment])
                 assert part[0] < part[1]
                 pieces[segment].append((block, *part))
             if first < end:
-                assert record == segments[first].tolist()
-                tile = max(low - begins[first], 0)
-                assert page == (held[first][tile] if segments[first, 1] > 0 else 0)  # a tile is a block here
-        for (*_, first_block, count), own, length in zip(segments.tolist(), pieces, tiles, strict=True):
+                assert record == segments[first, :11].tolist() + ahead(first, max(low - begins[first], 0))
+        for (first_block, count), own, length in zip(segments[:, 8:10].tolist(), pieces, tiles, strict=True):
             assert [block for block, _, _ in own] == list(range(first_block, first_block + count))
             assert [low for _, low, _ in own] == [0, *(high for _, _, high in own[:-1])]
             assert own[-1][2] == length
@@ -143,10 +161,10 @@ def test_every_tile_is_in_one_share(
 
 def test_even_cuts_every_head_alike() -> None:
     plan = planned([(100, 120), (300, 310)], 2, 9, seed=0, even=True)
-    assert (plan.segments[..., -1] <= 2).all()  # 9 blocks for 4 heads
-    assert plan.segments[..., -1].max() == 2
+    assert (plan.segments[..., 9] <= 2).all()  # 9 blocks for 4 heads
+    assert plan.segments[..., 9].max() == 2
     many = planned([(100, 120), (300, 310)], 2, 3, seed=0, even=True)
-    assert (many.segments[..., -1] == 1).all()
+    assert (many.segments[..., 9] == 1).all()
     assert many.shares.shape[1] == 4  # a block for each head, however few run at once
 
 

@@ -20,7 +20,7 @@ from tests.engine.drive import Engine
 COMMON: dict[str, Any] = {
     "dtype": "bfloat16",
     "gpu_memory_utilization": 0.05,  # what vLLM wants to see free; the pools below are stated in bytes
-    "kv_cache_memory_bytes": 2 << 30,
+    "kv_cache_memory_bytes": 512 << 20,
     "max_model_len": 8192,
     "max_num_seqs": 32,
 }

@@ -41,11 +41,6 @@ class DecodeBatch:
     pages: DevicePages
 
 
-#: Pieces that one block may combine: few where heads are cut into many, for then the combination is much of the time.
-FANS = (8, 16)
-_AT_ONCE = 16  # results loaded together; with fewer the compiler makes a slower main loop (docs/performance.md)
-
-
 @dataclass(frozen=True)
 class Tuning:
     """How the kernel is built; results agree up to rounding.
@@ -54,14 +49,14 @@ class Tuning:
         tile: tokens taken in at once, a power of two from 16.
         warps: warps of a thread block.
         stages: tiles under way, the one being worked on included.
-        fan: pieces that a block combines, a power of two from 2; None for what suits the batch, of `FANS`.
+        fan: pieces that a block combines at once, a power of two from 2.
 
     """
 
     tile: int
     warps: int = 4
     stages: int = 3
-    fan: int | None = None
+    fan: int = 8
 
     @classmethod
     def default(cls, head_dim: int, dtype: torch.dtype) -> Tuning:
@@ -147,8 +142,6 @@ def decode_attention(
         )
     if plan.tile != tuning.tile:
         raise ValueError(f"the plan counts tiles of {plan.tile} tokens, the kernel of {tuning.tile}")
-    few, many = FANS
-    fan = tuning.fan or (few if plan.num_blocks >= few * num_rows * num_heads else many)
     pages = batch.pages
     head_dim_padded, ratio_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(ratio)
     return decode_kernel[(plan.num_blocks,)](
@@ -156,17 +149,17 @@ def decode_attention(
         *(plan.segments[layer], plan.shares[layer], scratch.partial, scratch.log_sums, scratch.arrived),
         scale * math.log2(math.e),
         *(stride for tensor in (query, key, value, output) for stride in tensor.stride()[:2]),
-        *(pool.stride(0), batch.flat.stride(0), *pages.positions.stride()[:2], pages.num_groups, num_heads),
+        *(pool.stride(0), batch.flat.stride(0), *pages.positions.stride()[:2], pages.num_groups),
         SEGMENT=SEGMENT,
         SHARE=SHARE,
+        HEADS=num_heads,
         RATIO=ratio,
         RATIO_PADDED=ratio_padded,
         D=head_dim,
         D_PADDED=head_dim_padded,
         BLOCK=block_size,
         TILE=tuning.tile,
-        FAN=fan,
-        AT_ONCE=_AT_ONCE,
+        FAN=tuning.fan,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )

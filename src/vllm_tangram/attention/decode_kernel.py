@@ -6,19 +6,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_tangram.pages.device import page_ids
+from vllm_tangram.pages.device import born_places, page_ids, page_ids_at
 
 #: Rows of a matrix product: the query heads of one KV head, padded to what tensor cores take.
 QUERY_ROWS = tl.constexpr(16)
 
 
 @triton.jit
-def tile_page_ids(
-    flat_row, positions_row, tile, old, kept, tail, group, num_groups, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Pages of one tile of tokens: one id if the tile lies in one page, else ``[TILE]``, one per token."""
+def tile_blocks(tile, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """Page indices of one tile of tokens: one if the tile lies in one page, else ``[TILE]``, one per token."""
     token = tile * TILE if BLOCK >= TILE else tile * TILE + tl.arange(0, TILE)
-    return page_ids(flat_row, positions_row, token // BLOCK, kept, tail, group, num_groups, token < old)
+    return token // BLOCK
 
 
 @triton.jit
@@ -34,7 +32,11 @@ def load_segment(record):
     column = tl.load(record + 7)
     first_block = tl.load(record + 8)
     pieces = tl.load(record + 9)
-    return begin, old, slot, kept, tail, table, group, column, first_block, pieces
+    new_page = tl.load(record + 10)
+    first_page = tl.load(record + 11)
+    second_born = tl.load(record + 12)
+    where = slot, kept, tail, table, group, column
+    return begin, old, where, first_block, pieces, new_page, first_page, second_born
 
 
 @triton.jit
@@ -55,7 +57,7 @@ def combine_pieces(
     RATIO_PADDED: tl.constexpr,
     D: tl.constexpr,
     D_PADDED: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    FAN: tl.constexpr,
 ):
     """Attention over pieces ``first, first + step, ...`` and its log-sum, always summed in the same order.
 
@@ -66,39 +68,34 @@ def combine_pieces(
     top = tl.full([RATIO_PADDED], -float("inf"), tl.float32)
     total = tl.zeros([RATIO_PADDED], tl.float32)
     acc = tl.zeros([RATIO_PADDED, D_PADDED], tl.float32)
-    for start in tl.range(0, count, AT_ONCE, num_stages=1):
-        new_top = top
-        for offset in tl.static_range(AT_ONCE):
+    for start in tl.range(0, count, FAN, num_stages=1):
+        logs = ()
+        values = ()
+        for offset in tl.static_range(FAN):  # all loads are under way at once, and none waits for another's answer
             wanted = ratio_ids < tl.where(start + offset < count, RATIO, 0)
             rows = piece_slot(first_block, first + (start + offset) * step) * RATIO + ratio_ids
             # .cg: other multiprocessors wrote these; what this one's L1 may hold is older.
-            logs = tl.load(log_sums + rows, mask=wanted, other=-float("inf"), cache_modifier=".cg")
-            new_top = tl.maximum(new_top, logs)
+            logs += (tl.load(log_sums + rows, mask=wanted, other=-float("inf"), cache_modifier=".cg"),)  # type: ignore[assignment]
+            places = partial + rows[:, None] * D + dims[None, :]
+            real = wanted[:, None] & (dims < D)[None, :]
+            values += (tl.load(places, mask=real, other=0.0, cache_modifier=".cg"),)  # type: ignore[assignment]
+        new_top = top
+        for offset in tl.static_range(FAN):
+            new_top = tl.maximum(new_top, logs[offset])
         new_top = tl.where(ratio_ids < RATIO, new_top, 0.0)  # padding: no infinity less infinity
         shrink = tl.exp2(top - new_top)
         total = total * shrink
         acc = acc * shrink[:, None]
-        for offset in tl.static_range(AT_ONCE):  # unrolled: all loads are under way at once, and none waits for a sum
-            wanted = ratio_ids < tl.where(start + offset < count, RATIO, 0)
-            rows = piece_slot(first_block, first + (start + offset) * step) * RATIO + ratio_ids
-            logs = tl.load(log_sums + rows, mask=wanted, other=-float("inf"), cache_modifier=".cg")
-            values = tl.load(
-                partial + rows[:, None] * D + dims[None, :],
-                mask=wanted[:, None] & (dims < D)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            weights = tl.where(wanted, tl.exp2(logs - new_top), 0.0)
+        for offset in tl.static_range(FAN):
+            weights = tl.exp2(logs[offset] - new_top)
             total += weights
-            acc += values * weights[:, None]
+            acc += values[offset] * weights[:, None]
         top = new_top
     total = tl.where(ratio_ids < RATIO, total, 1.0)
     return acc / total[:, None], top + tl.log2(total)
 
 
-@triton.jit(
-    do_not_specialize=["flat_stride", "positions_table_stride", "positions_group_stride", "num_groups", "num_heads"]
-)
+@triton.jit(do_not_specialize=["flat_stride", "positions_table_stride", "positions_group_stride", "num_groups"])
 def decode_kernel(
     query,
     key,
@@ -126,9 +123,9 @@ def decode_kernel(
     positions_table_stride,
     positions_group_stride,
     num_groups,
-    num_heads,
     SEGMENT: tl.constexpr,
     SHARE: tl.constexpr,
+    HEADS: tl.constexpr,
     RATIO: tl.constexpr,
     RATIO_PADDED: tl.constexpr,
     D: tl.constexpr,
@@ -136,7 +133,6 @@ def decode_kernel(
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     FAN: tl.constexpr,
-    AT_ONCE: tl.constexpr,
 ):
     """One program: one share, segment after segment; a segment's last piece also takes in and writes the new token."""
     block = tl.program_id(0)
@@ -145,9 +141,8 @@ def decode_kernel(
     end_segment = tl.load(share + 1)
     low = tl.load(share + 2)
     high = tl.load(share + 3)
-    first_page = tl.load(share + 4)
-    # The first segment's record and page come with the share; those of the next are asked for early.
-    begin, old, slot, kept, tail, table, group, column, first_block, pieces = load_segment(share + 5)
+    # The first segment's record comes with the share; that of the next is asked for early.
+    begin, old, where, first_block, pieces, new_page, first_page, second_born = load_segment(share + 4)
 
     query_ids = tl.arange(0, QUERY_ROWS)
     dims = tl.arange(0, D_PADDED)
@@ -155,51 +150,58 @@ def decode_kernel(
     real = dims < D
     query_real = (query_ids < RATIO)[:, None] & real[None, :]
     for segment in tl.range(first_segment, end_segment, num_stages=1):
-        row = (segment // num_heads).to(tl.int64)
-        head = segment % num_heads
+        row = tl.cast(segment // HEADS, tl.int64)
+        head = segment % HEADS
 
         tiles = (old + TILE - 1) // TILE
         first_tile = tl.maximum(low - begin, 0)
         end_tile = tl.minimum(high - begin, tiles)
+        slot, kept, tail, table, group, column = where
         newest = (high - begin >= tiles) & (slot >= 0)
         flat_row = flat + slot.to(tl.int64) * flat_stride
         positions_row = positions + table * positions_table_stride + group * positions_group_stride
         if BLOCK >= TILE:
-            pages = first_page
+            page, born = first_page, second_born
         else:
-            pages = tile_page_ids(flat_row, positions_row, first_tile, old, kept, tail, group, num_groups, TILE, BLOCK)
-        new_page = page_ids(flat_row, positions_row, old // BLOCK, kept, tail, group, num_groups, newest)
+            blocks = tile_blocks(first_tile, TILE, BLOCK)
+            page = page_ids(flat_row, positions_row, blocks, kept, tail, group, num_groups, blocks * BLOCK < old)
+            blocks = tile_blocks(first_tile + 1, TILE, BLOCK)
+            born = born_places(positions_row, blocks, kept, blocks * BLOCK < old)
 
-        head_query = query + row * query_stride + head * RATIO * query_head_stride
-        q = tl.load(head_query + query_ids[:, None] * query_head_stride + dims[None, :], mask=query_real, other=0.0)
+        queries = query + row * query_stride + head * RATIO * query_head_stride
+        queries += query_ids[:, None] * query_head_stride + dims[None, :]
+        q = tl.load(queries, mask=query_real, other=0.0)
         new_wanted = dims < tl.where(newest, D, 0)  # the interpreter cannot mask with a broadcast scalar condition
         new_key = tl.load(key + row * key_stride + head * key_head_stride + dims, mask=new_wanted, other=0.0)
         new_value = tl.load(value + row * value_stride + head * value_head_stride + dims, mask=new_wanted, other=0.0)
 
-        new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale_log2
-        top = tl.where(newest, new_score, -float("inf"))
-        # One sum per lane of the tile, added up after the loop: no exchange between warps in it. The new token
-        # weighs 1.
-        first_lane = token_ids < tl.where(newest, 1, 0)
-        sums = tl.where(first_lane[None, :], 1.0, tl.zeros([QUERY_ROWS, TILE], tl.float32))
-        acc = tl.zeros([QUERY_ROWS, D_PADDED], tl.float32) + new_value.to(tl.float32)[None, :]
+        top = tl.full([QUERY_ROWS], -float("inf"), tl.float32)
+        sums = tl.zeros(
+            [QUERY_ROWS, TILE], tl.float32
+        )  # one per lane of the tile: no exchange between warps in the loop
+        acc = tl.zeros([QUERY_ROWS, D_PADDED], tl.float32)
 
         member = pool + column * (BLOCK * 2 * D)
         following = load_segment(segments + tl.minimum(segment + 1, end_segment - 1) * SEGMENT)
         for tile in range(first_tile, end_tile):
-            if BLOCK >= TILE:
-                in_page = (tile * TILE) % BLOCK + token_ids
-                tokens_of_tile = member + pages.to(tl.int64) * page_stride + in_page * (2 * D)
-            else:
-                tokens_of_tile = member + pages.to(tl.int64) * page_stride + (token_ids % BLOCK) * (2 * D)
+            in_page = ((tile * TILE) % BLOCK if BLOCK >= TILE else 0) + token_ids % BLOCK
+            tokens_of_tile = member + page.to(tl.int64) * page_stride + in_page * (2 * D)
             places = tokens_of_tile[:, None] + dims[None, :]
             held = tile * TILE + token_ids < old
             held_real = held[:, None] & real[None, :]
             k = tl.load(places, mask=held_real, other=0.0)
             v = tl.load(places + D, mask=held_real, other=0.0)
-            # Ids of the next tile are asked for now: they come through two loads that depend on each other.
-            pages = tile_page_ids(flat_row, positions_row, tile + 1, old, kept, tail, group, num_groups, TILE, BLOCK)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            # Once more with every tile, by a mask that the compiler cannot know: a query that the loop must have before
+            # it begins holds back the first tiles until it has arrived.
+            asked = (query_ids < tl.where(tile < end_tile, RATIO, 0))[:, None] & real[None, :]
+            tile_q = tl.load(queries, mask=asked, other=0.0)
+            # A page is found through two loads. The first is asked for a tile ahead, so that the second need not wait
+            # for it: a thread that waits issues nothing else.
+            blocks = tile_blocks(tile + 1, TILE, BLOCK)
+            page = page_ids_at(flat_row, born, blocks, kept, tail, group, num_groups, blocks * BLOCK < old)
+            blocks = tile_blocks(tile + 2, TILE, BLOCK)
+            born = born_places(positions_row, blocks, kept, blocks * BLOCK < old)
+            scores = tl.dot(tile_q, tl.trans(k), input_precision="ieee") * scale_log2
             scores = tl.where(held[None, :], scores, -float("inf"))
             new_top = tl.maximum(top, tl.max(scores, 1))
             shrink = tl.exp2(top - new_top)
@@ -212,20 +214,16 @@ def decode_kernel(
         tl.store(token, new_key, mask=new_wanted)
         tl.store(token + D, new_value, mask=new_wanted)
 
-        begin, old, slot, kept, tail, table, group, column, next_block, next_pieces = following
-        if BLOCK >= TILE:
-            first_page = page_ids(
-                flat + slot.to(tl.int64) * flat_stride,
-                positions + table * positions_table_stride + group * positions_group_stride,
-                0,
-                kept,
-                tail,
-                group,
-                num_groups,
-                old > 0,
-            )
-
+        begin, old, where, next_block, next_pieces, new_page, first_page, second_born = following
         total = tl.sum(sums, 1)
+        if newest:  # last, for it would hold back the first tiles, too
+            new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale_log2
+            new_top = tl.maximum(top, new_score)
+            shrink = tl.exp2(top - new_top)
+            weight = tl.exp2(new_score - new_top)
+            total = total * shrink + weight
+            acc = acc * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+            top = new_top
         result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row without a request has nothing to sum
         head_output = output + row * output_stride + head * RATIO * output_head_stride
         if pieces == 1:
@@ -260,7 +258,7 @@ def decode_kernel(
                     RATIO_PADDED,
                     D,
                     D_PADDED,
-                    AT_ONCE,
+                    FAN,
                 )
                 ratio_ids = tl.arange(0, RATIO_PADDED)
                 ratio_real = ratio_ids < RATIO
@@ -288,7 +286,7 @@ def decode_kernel(
                             RATIO_PADDED,
                             D,
                             D_PADDED,
-                            AT_ONCE,
+                            FAN,
                         )
                         tl.store(output_rows, whole, mask=joined_real)
         first_block, pieces = next_block, next_pieces

@@ -30,11 +30,12 @@ from vllm_tangram.pages.device import ROW_HEADER
 if TYPE_CHECKING:
     from vllm_tangram.attention.decode import DecodeBatch
 
-#: Numbers of a segment: first tile, old tokens, slot, kept blocks, tail, table, group, column, first block, pieces.
-SEGMENT = 10
-#: Numbers of a share: first segment, the one after the last, first tile, the one after the last, page of the first tile
-#: (or of its first token), then the first segment once more.
-SHARE = 5 + SEGMENT
+#: Numbers of a segment: first tile, old tokens, slot, kept blocks, tail, table, group, column, first block, pieces, the
+#: page of the new token, that of the first tile and where that of the second was born (`pages.device.page_ids`).
+SEGMENT = 13
+#: Numbers of a share: first segment, the one after the last, first tile, the one after the last, then the first segment
+#: once more, but with the pages of the share's own first tiles: what a block needs first comes in one load.
+SHARE = 4 + SEGMENT
 _CHUNK = 1024  # segments that the kernel takes in at once
 _MIN_TILES = 2  # of a share: shorter ones cost more to combine than they save
 _SWITCH_TILES = 1  # as which the beginning of a segment counts
@@ -45,8 +46,8 @@ class SplitPlan:
 
     Attributes:
         members: ``[L, H, 2]`` int32, group and column of each KV head.
-        segments: ``[L, S, 10]`` int32 (`SEGMENT`), S the most rows times H.
-        shares: ``[L, C, 15]`` int32 (`SHARE`).
+        segments: ``[L, S, 13]`` int32 (`SEGMENT`), S the most rows times H.
+        shares: ``[L, C, 17]`` int32 (`SHARE`).
         tile: tokens of a tile.
         num_rows: rows of the batch that was planned last.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_tangram.pages.device import page_ids
+from vllm_tangram.pages.device import born_places, page_ids
 
 
 @triton.jit
@@ -40,6 +40,32 @@ def _old_tokens(
 def _tiles(old, TILE: tl.constexpr):
     """Tiles of a segment; the new token alone counts as one."""
     return tl.maximum((old + TILE - 1) // TILE, 1)
+
+
+@triton.jit
+def _store_ahead(
+    target,
+    inside,
+    flat_row,
+    positions_row,
+    tile,
+    old,
+    kept,
+    tail,
+    group,
+    num_groups,
+    present,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The page of a tile, and where that of the next was born."""
+    block = tile * TILE // BLOCK
+    wanted = present & (block * BLOCK < old)
+    page = page_ids(flat_row, positions_row, block, kept, tail, group, num_groups, wanted)
+    tl.store(target, page, mask=inside)
+    block = (tile + 1) * TILE // BLOCK
+    born = born_places(positions_row, block, kept, present & (block * BLOCK < old))
+    tl.store(target + 1, born, mask=inside)
 
 
 @triton.jit
@@ -134,17 +160,39 @@ def plan_kernel(
         else:
             first_block = first // length
             pieces = (end - 1) // length - first_block + 1
+        tail = tl.load(request + 1, mask=present, other=0)
+        table = tl.load(request + 2, mask=present, other=0)
+        flat_row = flat + slot.to(tl.int64) * flat_stride
+        positions_row = positions + table * positions_table_stride + group * positions_group_stride
+        new_page = page_ids(flat_row, positions_row, old // BLOCK, kept, tail, group, num_groups, present)
         place = segments + segment * SEGMENT
         tl.store(place, first, mask=wanted)
         tl.store(place + 1, old, mask=wanted)
         tl.store(place + 2, slot, mask=wanted)
         tl.store(place + 3, kept, mask=wanted)
-        tl.store(place + 4, tl.load(request + 1, mask=present, other=0), mask=wanted)
-        tl.store(place + 5, tl.load(request + 2, mask=present, other=0), mask=wanted)
+        tl.store(place + 4, tail, mask=wanted)
+        tl.store(place + 5, table, mask=wanted)
         tl.store(place + 6, group, mask=wanted)
         tl.store(place + 7, tl.load(members + (segment % num_heads) * 2 + 1, mask=wanted, other=0), mask=wanted)
         tl.store(place + 8, first_block, mask=wanted)
         tl.store(place + 9, pieces, mask=wanted)
+        tl.store(place + 10, new_page, mask=wanted)
+        start_tile = tl.zeros_like(old)
+        _store_ahead(
+            place + 11,
+            wanted,
+            flat_row,
+            positions_row,
+            start_tile,
+            old,
+            kept,
+            tail,
+            group,
+            num_groups,
+            present,
+            TILE,
+            BLOCK,
+        )
         before += tl.sum(cost, 0)
     tl.debug_barrier()  # what follows reads what other threads wrote
 
@@ -176,22 +224,23 @@ def plan_kernel(
         tl.store(place + 2, low, mask=inside)
         tl.store(place + 3, high, mask=inside)
         record = segments + first * SEGMENT
-        for field in tl.static_range(SEGMENT):
-            tl.store(place + 5 + field, tl.load(record + field, mask=busy, other=0), mask=inside)
-        # Where the first tile lies, which else three loads would find, one waiting for the other.
-        slot = tl.load(record + 2, mask=busy, other=0).to(tl.int64)
-        table = tl.load(record + 5, mask=busy, other=0)
+        for field in tl.static_range(SEGMENT - 2):
+            tl.store(place + 4 + field, tl.load(record + field, mask=busy, other=0), mask=inside)
+        slot = tl.load(record + 2, mask=busy, other=-1)
         group = tl.load(record + 6, mask=busy, other=0)
-        old = tl.load(record + 1, mask=busy, other=0)
-        token = tl.maximum(low - tl.load(record, mask=busy, other=0), 0) * TILE
-        page = page_ids(
-            flat + slot * flat_stride,
+        table = tl.load(record + 5, mask=busy, other=0)
+        _store_ahead(
+            place + 4 + SEGMENT - 2,
+            inside,
+            flat + slot.to(tl.int64) * flat_stride,
             positions + table * positions_table_stride + group * positions_group_stride,
-            token // BLOCK,
+            tl.maximum(low - tl.load(record, mask=busy, other=0), 0),
+            tl.load(record + 1, mask=busy, other=0),
             tl.load(record + 3, mask=busy, other=0),
             tl.load(record + 4, mask=busy, other=0),
             group,
             num_groups,
-            busy & (token < old),
+            busy & (slot >= 0),
+            TILE,
+            BLOCK,
         )
-        tl.store(place + 4, page, mask=inside)

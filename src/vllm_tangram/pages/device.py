@@ -30,6 +30,19 @@ ROW_HEADER = 4
 
 
 @triton.jit
+def born_places(positions_row, index, kept, mask):
+    """The first half of `page_ids`: where pages born with the prompt stand; 0 for all others."""
+    return tl.load(positions_row + index, mask=mask & (index < kept), other=0)
+
+
+@triton.jit
+def page_ids_at(flat_row, born, index, kept, tail, group, num_groups, mask):
+    """The second half of `page_ids`, with what the first returned; apart, so that neither has to wait for its load."""
+    place = tl.where(index < kept, born, tail + (index - kept) * num_groups + group)
+    return tl.load(flat_row + place, mask=mask, other=0)
+
+
+@triton.jit
 def page_ids(flat_row, positions_row, index, kept, tail, group, num_groups, mask):
     """Ids of pages ``index`` of one group; 0 where ``mask`` is false.
 
@@ -44,9 +57,8 @@ def page_ids(flat_row, positions_row, index, kept, tail, group, num_groups, mask
         mask: which indices are wanted.
 
     """
-    born = tl.load(positions_row + index, mask=mask & (index < kept), other=0)
-    place = tl.where(index < kept, born, tail + (index - kept) * num_groups + group)
-    return tl.load(flat_row + place, mask=mask, other=0)
+    born = born_places(positions_row, index, kept, mask)
+    return page_ids_at(flat_row, born, index, kept, tail, group, num_groups, mask)
 
 
 class DevicePages:

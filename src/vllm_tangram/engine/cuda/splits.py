@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from vllm_tangram.attention.decode import FANS, DecodeBatch, SplitScratch, Tuning, decode_attention
+from vllm_tangram.attention.decode import DecodeBatch, SplitScratch, Tuning, decode_attention
 from vllm_tangram.attention.partition import SplitPlan, resident_blocks
 
 if TYPE_CHECKING:
@@ -55,21 +54,17 @@ class DecodeSplits:
             batch = DecodeBatch(nobody, torch.zeros_like(nobody), nobody[None], runner.pages)
             nothing = plan(1, heads)
             nothing.make(batch)
-            kernels = [
-                decode_attention(
-                    *(rows(heads * ratio), rows(heads), rows(heads)),
-                    rows(2 * groups.size * runner.plan.block_size).view(1, groups.size, -1, 2 * head_dim),
-                    rows(heads * ratio),
-                    batch=batch,
-                    plan=nothing,
-                    layer=0,
-                    scratch=SplitScratch(heads, ratio, head_dim, runner.device),
-                    scale=1.0,
-                    tuning=replace(tuning, fan=fan),
-                )
-                for fan in FANS
-            ]
-            num_blocks = min(resident_blocks(kernel, runner.device) for kernel in kernels)
+            kernel = decode_attention(
+                *(rows(heads * ratio), rows(heads), rows(heads)),
+                rows(2 * groups.size * runner.plan.block_size).view(1, groups.size, -1, 2 * head_dim),
+                rows(heads * ratio),
+                batch=batch,
+                plan=nothing,
+                layer=0,
+                scratch=SplitScratch(heads, ratio, head_dim, runner.device),
+                scale=1.0,
+            )
+            num_blocks = resident_blocks(kernel, runner.device)
         even = os.environ.get(SWITCH) == "0"
         self.plan = plan(runner.max_num_reqs, num_blocks, even=even)
         self.scratch = SplitScratch(self.plan.shares.shape[1], ratio, head_dim, runner.device)
