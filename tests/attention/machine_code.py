@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the decode kernel for an H100 or H200 and print, a line of JSON each, what the compiler made of it.
+
+Run as a program without ``TRITON_INTERPRET``; needs no GPU: Triton brings its assembler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_tangram.attention.decode import Tuning
+from vllm_tangram.attention.decode_kernel import decode_kernel
+from vllm_tangram.attention.partition import SEGMENT, SHARE
+
+_TARGET = GPUTarget("cuda", 90, 32)
+_POINTERS = {
+    **dict.fromkeys(("query", "key", "value", "pool", "output"), "numbers"),
+    **dict.fromkeys(("flat", "positions", "segments", "shares", "arrived"), "*i32"),
+    **dict.fromkeys(("partial", "log_sums"), "*fp32"),
+    "scale_log2": "fp32",
+}
+
+
+def describe(head_dim: int, ratio: int, block_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Registers, spilled bytes, shared memory and asynchronous copies of one build."""
+    tuning = Tuning.default(head_dim, dtype)
+    constants = {
+        "SEGMENT": SEGMENT,
+        "SHARE": SHARE,
+        "HEADS": 8,
+        "RATIO": ratio,
+        "RATIO_PADDED": triton.next_power_of_2(ratio),
+        "D": head_dim,
+        "D_PADDED": triton.next_power_of_2(head_dim),
+        "BLOCK": block_size,
+        "TILE": tuning.tile,
+        "FAN": tuning.fan,
+    }
+    numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    types, aligned = {}, {}
+    for index, parameter in enumerate(decode_kernel.params):
+        kind = "constexpr" if parameter.name in constants else _POINTERS.get(parameter.name, "i32")
+        types[parameter.name] = numbers if kind == "numbers" else kind
+        if kind not in ("constexpr", "fp32") and not parameter.do_not_specialize:
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    places = {(decode_kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=decode_kernel, signature=types, constexprs=places, attrs=aligned)
+    kernel = triton.compile(source, target=_TARGET, options={"num_warps": tuning.warps, "num_stages": tuning.stages})
+    registers, spilled = _resources(kernel.asm["cubin"])
+    return {
+        "registers": registers,
+        "spilled": spilled,
+        "shared": kernel.metadata.shared,
+        "threads": 32 * tuning.warps,
+        "copies": len(re.findall(r"\bcp\.async\.c[ag]", kernel.asm["ptx"])),
+    }
+
+
+def _resources(machine_code: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of what did not fit into them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(machine_code)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", report))
+    return int(found["REG"]), int(found["STACK"]) + int(found["LOCAL"])
+
+
+if __name__ == "__main__":
+    for case in json.loads(sys.argv[1]):
+        print(json.dumps(describe(*case[:3], getattr(torch, case[3]))))
