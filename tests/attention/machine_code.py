@@ -19,11 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from vllm_tangram.attention.decode import Tuning
-from vllm_tangram.attention.decode_kernel import decode_kernel
+from vllm_tangram.attention.decode_kernel import QUERY_ROWS, decode_kernel
 from vllm_tangram.attention.partition import SEGMENT, SHARE
 
 _TARGET = GPUTarget("cuda", 90, 32)
-_POINTERS = {
+_TYPES = {
     **dict.fromkeys(("query", "key", "value", "pool", "output"), "numbers"),
     **dict.fromkeys(("flat", "positions", "segments", "shares", "arrived"), "*i32"),
     **dict.fromkeys(("partial", "log_sums"), "*fp32"),
@@ -32,7 +32,7 @@ _POINTERS = {
 
 
 def describe(head_dim: int, ratio: int, block_size: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Registers, spilled bytes, shared memory and asynchronous copies of one build."""
+    """Registers, spilled bytes and shared memory of one build; what tiles and queries under way take of the last."""
     tuning = Tuning.default(head_dim, dtype)
     constants = {
         "SEGMENT": SEGMENT,
@@ -49,7 +49,7 @@ def describe(head_dim: int, ratio: int, block_size: int, dtype: torch.dtype) -> 
     numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     types, aligned = {}, {}
     for index, parameter in enumerate(decode_kernel.params):
-        kind = "constexpr" if parameter.name in constants else _POINTERS.get(parameter.name, "i32")
+        kind = "constexpr" if parameter.name in constants else _TYPES.get(parameter.name, "i32")
         types[parameter.name] = numbers if kind == "numbers" else kind
         if kind not in ("constexpr", "fp32") and not parameter.do_not_specialize:
             aligned[(index,)] = [["tt.divisibility", 16]]
@@ -62,7 +62,7 @@ def describe(head_dim: int, ratio: int, block_size: int, dtype: torch.dtype) -> 
         "spilled": spilled,
         "shared": kernel.metadata.shared,
         "threads": 32 * tuning.warps,
-        "copies": len(re.findall(r"\bcp\.async\.c[ag]", kernel.asm["ptx"])),
+        "ahead": (tuning.stages - 1) * (2 * tuning.tile + QUERY_ROWS.value) * constants["D_PADDED"] * dtype.itemsize,
     }
 
 

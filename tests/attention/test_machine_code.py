@@ -21,6 +21,8 @@ CASES = [
     (64, 8, 32, "bfloat16"),  # gpt-oss-20b
     (96, 1, 128, "bfloat16"),
     (256, 2, 64, "bfloat16"),  # Gemma 3
+    (128, 16, 64, "bfloat16"),  # the most query heads of a KV head
+    (256, 16, 64, "bfloat16"),
 ]
 # A multiprocessor of compute capability 9.0 has these; a thread block takes 1 KiB of shared memory for itself.
 _REGISTERS, _SHARED, _OWN = 65536, 228 * 1024, 1024
@@ -45,7 +47,7 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, int]]:
 def test_loads_are_pipelined_and_two_blocks_fit(builds: list[dict[str, int]], number: int) -> None:
     """The compiler drops the loop's pipeline without a word if it dislikes how a value is carried from tile to tile."""
     build = builds[number]
-    assert build["copies"] > 0, "keys and values are not copied ahead of the loop"
+    assert build["shared"] >= build["ahead"], "keys, values and the query are not all copied ahead"
     assert build["spilled"] == 0
     by_registers = _REGISTERS // (build["threads"] * -(-build["registers"] // 8) * 8)
     assert min(by_registers, _SHARED // (build["shared"] + _OWN)) >= 2, build

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from vllm_tangram.attention.decode import DecodeBatch
-from vllm_tangram.attention.partition import SplitPlan, resident_blocks
+from vllm_tangram.attention.partition import AHEAD, PIECES, SplitPlan, resident_blocks
 from vllm_tangram.budget.schedule import EvictionSchedule
 from vllm_tangram.errors import TangramError
 from vllm_tangram.pages.device import DevicePages
@@ -150,8 +150,10 @@ def test_every_tile_is_in_one_share(
                 assert part[0] < part[1]
                 pieces[segment].append((block, *part))
             if first < end:
-                assert record == segments[first, :11].tolist() + ahead(first, max(low - begins[first], 0))
-        for (first_block, count), own, length in zip(segments[:, 8:10].tolist(), pieces, tiles, strict=True):
+                assert record == segments[first, :AHEAD].tolist() + ahead(first, max(low - begins[first], 0))
+        for (first_block, count), own, length in zip(
+            segments[:, PIECES - 1 : PIECES + 1].tolist(), pieces, tiles, strict=True
+        ):
             assert [block for block, _, _ in own] == list(range(first_block, first_block + count))
             assert [low for _, low, _ in own] == [0, *(high for _, _, high in own[:-1])]
             assert own[-1][2] == length
@@ -161,10 +163,10 @@ def test_every_tile_is_in_one_share(
 
 def test_even_cuts_every_head_alike() -> None:
     plan = planned([(100, 120), (300, 310)], 2, 9, seed=0, even=True)
-    assert (plan.segments[..., 9] <= 2).all()  # 9 blocks for 4 heads
-    assert plan.segments[..., 9].max() == 2
+    assert (plan.segments[..., PIECES] <= 2).all()  # 9 blocks for 4 heads
+    assert plan.segments[..., PIECES].max() == 2
     many = planned([(100, 120), (300, 310)], 2, 3, seed=0, even=True)
-    assert (many.segments[..., 9] == 1).all()
+    assert (many.segments[..., PIECES] == 1).all()
     assert many.shares.shape[1] == 4  # a block for each head, however few run at once
 
 

@@ -35,8 +35,8 @@ def load_segment(record):
     new_page = tl.load(record + 10)
     first_page = tl.load(record + 11)
     second_born = tl.load(record + 12)
-    where = slot, kept, tail, table, group, column
-    return begin, old, where, first_block, pieces, new_page, first_page, second_born
+    holder = slot, kept, tail, table, group, column
+    return begin, old, holder, first_block, pieces, new_page, first_page, second_born
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def decode_kernel(
     low = tl.load(share + 2)
     high = tl.load(share + 3)
     # The first segment's record comes with the share; that of the next is asked for early.
-    begin, old, where, first_block, pieces, new_page, first_page, second_born = load_segment(share + 4)
+    begin, old, holder, first_block, pieces, new_page, first_page, second_born = load_segment(share + 4)
 
     query_ids = tl.arange(0, QUERY_ROWS)
     dims = tl.arange(0, D_PADDED)
@@ -156,7 +156,7 @@ def decode_kernel(
         tiles = (old + TILE - 1) // TILE
         first_tile = tl.maximum(low - begin, 0)
         end_tile = tl.minimum(high - begin, tiles)
-        slot, kept, tail, table, group, column = where
+        slot, kept, tail, table, group, column = holder
         newest = (high - begin >= tiles) & (slot >= 0)
         flat_row = flat + slot.to(tl.int64) * flat_stride
         positions_row = positions + table * positions_table_stride + group * positions_group_stride
@@ -170,15 +170,14 @@ def decode_kernel(
 
         queries = query + row * query_stride + head * RATIO * query_head_stride
         queries += query_ids[:, None] * query_head_stride + dims[None, :]
-        q = tl.load(queries, mask=query_real, other=0.0)
+        q = tl.load(queries, mask=query_real, other=0.0)  # for the new token; the loop loads its own
         new_wanted = dims < tl.where(newest, D, 0)  # the interpreter cannot mask with a broadcast scalar condition
         new_key = tl.load(key + row * key_stride + head * key_head_stride + dims, mask=new_wanted, other=0.0)
         new_value = tl.load(value + row * value_stride + head * value_head_stride + dims, mask=new_wanted, other=0.0)
 
         top = tl.full([QUERY_ROWS], -float("inf"), tl.float32)
-        sums = tl.zeros(
-            [QUERY_ROWS, TILE], tl.float32
-        )  # one per lane of the tile: no exchange between warps in the loop
+        # One sum per lane of the tile, added up after the loop: no exchange between warps in it.
+        sums = tl.zeros([QUERY_ROWS, TILE], tl.float32)
         acc = tl.zeros([QUERY_ROWS, D_PADDED], tl.float32)
 
         member = pool + column * (BLOCK * 2 * D)
@@ -214,7 +213,7 @@ def decode_kernel(
         tl.store(token, new_key, mask=new_wanted)
         tl.store(token + D, new_value, mask=new_wanted)
 
-        begin, old, where, next_block, next_pieces, new_page, first_page, second_born = following
+        begin, old, holder, next_block, next_pieces, new_page, first_page, second_born = following
         total = tl.sum(sums, 1)
         if newest:  # last, for it would hold back the first tiles, too
             new_score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale_log2

@@ -31,8 +31,11 @@ if TYPE_CHECKING:
     from vllm_tangram.attention.decode import DecodeBatch
 
 #: Numbers of a segment: first tile, old tokens, slot, kept blocks, tail, table, group, column, first block, pieces, the
-#: page of the new token, that of the first tile and where that of the second was born (`pages.device.page_ids`).
+#: page of the new token, that of the first tile and where that of the second was born (`pages.device.page_ids`). The
+#: last two serve where a tile lies in one page; else the decode kernel looks for itself.
 SEGMENT = 13
+PIECES = 9  #: which of them says into how many pieces a segment is cut
+AHEAD = 11  #: which of them begin to be about tiles instead of the segment
 #: Numbers of a share: first segment, the one after the last, first tile, the one after the last, then the first segment
 #: once more, but with the pages of the share's own first tiles: what a block needs first comes in one load.
 SHARE = 4 + SEGMENT
@@ -116,6 +119,7 @@ class SplitPlan:
             ROW_HEADER=ROW_HEADER,
             SEGMENT=SEGMENT,
             SHARE=SHARE,
+            AHEAD=AHEAD,
             BLOCK=pages.block_size,
             TILE=self.tile,
             MIN_TILES=self._min_tiles,

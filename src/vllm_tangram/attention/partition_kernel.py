@@ -116,6 +116,7 @@ def plan_kernel(
     ROW_HEADER: tl.constexpr,
     SEGMENT: tl.constexpr,
     SHARE: tl.constexpr,
+    AHEAD: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
@@ -177,13 +178,12 @@ def plan_kernel(
         tl.store(place + 8, first_block, mask=wanted)
         tl.store(place + 9, pieces, mask=wanted)
         tl.store(place + 10, new_page, mask=wanted)
-        start_tile = tl.zeros_like(old)
         _store_ahead(
-            place + 11,
+            place + AHEAD,
             wanted,
             flat_row,
             positions_row,
-            start_tile,
+            tl.zeros_like(old),
             old,
             kept,
             tail,
@@ -224,13 +224,13 @@ def plan_kernel(
         tl.store(place + 2, low, mask=inside)
         tl.store(place + 3, high, mask=inside)
         record = segments + first * SEGMENT
-        for field in tl.static_range(SEGMENT - 2):
+        for field in tl.static_range(AHEAD):
             tl.store(place + 4 + field, tl.load(record + field, mask=busy, other=0), mask=inside)
         slot = tl.load(record + 2, mask=busy, other=-1)
         group = tl.load(record + 6, mask=busy, other=0)
         table = tl.load(record + 5, mask=busy, other=0)
         _store_ahead(
-            place + 4 + SEGMENT - 2,
+            place + 4 + AHEAD,
             inside,
             flat + slot.to(tl.int64) * flat_stride,
             positions + table * positions_table_stride + group * positions_group_stride,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from vllm_tangram.attention.decode import DecodeBatch, SplitScratch, Tuning, decode_attention
-from vllm_tangram.attention.partition import SplitPlan, resident_blocks
+from vllm_tangram.attention.partition import PIECES, SplitPlan, resident_blocks
 from vllm_tangram.bench.ragged import Workload
 from vllm_tangram.bench.shapes import HeadShape
 from vllm_tangram.pages.device import DevicePages
@@ -138,6 +138,6 @@ class OurKernels:
 
             return run
 
-        pieces = plan.segments[:, :, 9]
+        pieces = plan.segments[:, :, PIECES]
         notes = {"pieces": [int(pieces.min()), int(pieces.max())]}
         return Kernels([layer(index) for index in range(case.shape.layers)], output, case.kv_bytes, notes)

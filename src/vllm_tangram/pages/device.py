@@ -31,13 +31,13 @@ ROW_HEADER = 4
 
 @triton.jit
 def born_places(positions_row, index, kept, mask):
-    """The first half of `page_ids`: where pages born with the prompt stand; 0 for all others."""
+    """Where pages ``index`` that were born with the prompt stand in the flat list; else 0. First load of `page_ids`."""
     return tl.load(positions_row + index, mask=mask & (index < kept), other=0)
 
 
 @triton.jit
 def page_ids_at(flat_row, born, index, kept, tail, group, num_groups, mask):
-    """The second half of `page_ids`, with what the first returned; apart, so that neither has to wait for its load."""
+    """Ids of pages ``index``, given their `born_places`, which may come long before. Second load of `page_ids`."""
     place = tl.where(index < kept, born, tail + (index - kept) * num_groups + group)
     return tl.load(flat_row + place, mask=mask, other=0)
 
@@ -70,7 +70,7 @@ class DevicePages:
     Attributes:
         rows: ``[S, 4 + N]`` int32; prompt length P, tail, place of the retention's positions, unused, then the kept
             blocks of each group.
-        positions: ``[K, N, J]`` int32; entries beyond what a whole prompt keeps are 0.
+        positions: ``[K, N, J]`` int32; entries beyond what a whole prompt keeps are never read.
         num_groups: N.
         block_size: tokens of a block.
 
