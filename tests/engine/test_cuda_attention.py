@@ -392,13 +392,11 @@ def test_an_observer_sees_the_scores_of_every_chunk(monkeypatch: pytest.MonkeyPa
     assert seen == [(layer, at, min(CHUNK, whole.prompt_len - at)) for layer in (0, 1) for at in (0, CHUNK, 2 * CHUNK)]
 
 
-def test_as_many_blocks_as_fit_of_every_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver is asked for each kernel that a batch may use, and the plan must fit them all."""
-    answers = iter((7, 5))
-    monkeypatch.setattr(splits, "resident_blocks", lambda kernel, device: next(answers))
+def test_as_many_blocks_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the driver says of the kernel that all batches use."""
+    monkeypatch.setattr(splits, "resident_blocks", lambda kernel, device: 5)
     engine = Engine(4, "keydiff")
     made = DecodeSplits(engine.runner)
-    assert next(answers, None) is None
     assert made.plan.num_blocks == 5
     assert len(made.scratch.arrived) == 10
     monkeypatch.setenv(splits.SWITCH, "0")
