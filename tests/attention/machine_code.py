@@ -20,7 +20,6 @@ from triton.compiler import ASTSource
 
 from vllm_tangram.attention.decode import Tuning
 from vllm_tangram.attention.decode_kernel import QUERY_ROWS, decode_kernel
-from vllm_tangram.attention.partition import SEGMENT, SHARE
 
 _TARGET = GPUTarget("cuda", 90, 32)
 _TYPES = {
@@ -34,18 +33,7 @@ _TYPES = {
 def describe(head_dim: int, ratio: int, block_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """Registers, spilled bytes and shared memory of one build; what tiles and queries under way take of the last."""
     tuning = Tuning.default(head_dim, dtype)
-    constants = {
-        "SEGMENT": SEGMENT,
-        "SHARE": SHARE,
-        "HEADS": 8,
-        "RATIO": ratio,
-        "RATIO_PADDED": triton.next_power_of_2(ratio),
-        "D": head_dim,
-        "D_PADDED": triton.next_power_of_2(head_dim),
-        "BLOCK": block_size,
-        "TILE": tuning.tile,
-        "FAN": tuning.fan,
-    }
+    constants = tuning.constants(8, ratio, head_dim, block_size)
     numbers = {torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
     types, aligned = {}, {}
     for index, parameter in enumerate(decode_kernel.params):

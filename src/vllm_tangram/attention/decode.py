@@ -64,6 +64,21 @@ class Tuning:
         fitting = _TILE_BYTES // (2 * triton.next_power_of_2(head_dim) * dtype.itemsize)
         return cls(tile=max(16, min(64, fitting)))
 
+    def constants(self, num_heads: int, ratio: int, head_dim: int, block_size: int) -> dict[str, int]:
+        """What the kernel is compiled for, by the names of its parameters."""
+        return {
+            "SEGMENT": SEGMENT,
+            "SHARE": SHARE,
+            "HEADS": num_heads,
+            "RATIO": ratio,
+            "RATIO_PADDED": triton.next_power_of_2(ratio),
+            "D": head_dim,
+            "D_PADDED": triton.next_power_of_2(head_dim),
+            "BLOCK": block_size,
+            "TILE": self.tile,
+            "FAN": self.fan,
+        }
+
 
 class SplitScratch:
     """Partial results of pieces, shared by all layers of a stream: two places for each thread block.
@@ -143,23 +158,13 @@ def decode_attention(
     if plan.tile != tuning.tile:
         raise ValueError(f"the plan counts tiles of {plan.tile} tokens, the kernel of {tuning.tile}")
     pages = batch.pages
-    head_dim_padded, ratio_padded = triton.next_power_of_2(head_dim), triton.next_power_of_2(ratio)
     return decode_kernel[(plan.num_blocks,)](
         *(query, key, value, pool, output, batch.flat, pages.positions),
         *(plan.segments[layer], plan.shares[layer], scratch.partial, scratch.log_sums, scratch.arrived),
         scale * math.log2(math.e),
         *(stride for tensor in (query, key, value, output) for stride in tensor.stride()[:2]),
         *(pool.stride(0), batch.flat.stride(0), *pages.positions.stride()[:2], pages.num_groups),
-        SEGMENT=SEGMENT,
-        SHARE=SHARE,
-        HEADS=num_heads,
-        RATIO=ratio,
-        RATIO_PADDED=ratio_padded,
-        D=head_dim,
-        D_PADDED=head_dim_padded,
-        BLOCK=block_size,
-        TILE=tuning.tile,
-        FAN=tuning.fan,
+        **tuning.constants(num_heads, ratio, head_dim, block_size),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
     )

@@ -54,17 +54,15 @@ def _store_ahead(
     tail,
     group,
     num_groups,
-    present,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The page of a tile, and where that of the next was born."""
+    """The page of a tile, and where that of the next was born; 0 beyond ``old``, which is 0 without a request."""
     block = tile * TILE // BLOCK
-    wanted = present & (block * BLOCK < old)
-    page = page_ids(flat_row, positions_row, block, kept, tail, group, num_groups, wanted)
+    page = page_ids(flat_row, positions_row, block, kept, tail, group, num_groups, block * BLOCK < old)
     tl.store(target, page, mask=inside)
     block = (tile + 1) * TILE // BLOCK
-    born = born_places(positions_row, block, kept, present & (block * BLOCK < old))
+    born = born_places(positions_row, block, kept, block * BLOCK < old)
     tl.store(target + 1, born, mask=inside)
 
 
@@ -189,7 +187,6 @@ def plan_kernel(
             tail,
             group,
             num_groups,
-            present,
             TILE,
             BLOCK,
         )
@@ -226,7 +223,7 @@ def plan_kernel(
         record = segments + first * SEGMENT
         for field in tl.static_range(AHEAD):
             tl.store(place + 4 + field, tl.load(record + field, mask=busy, other=0), mask=inside)
-        slot = tl.load(record + 2, mask=busy, other=-1)
+        slot = tl.load(record + 2, mask=busy, other=0)
         group = tl.load(record + 6, mask=busy, other=0)
         table = tl.load(record + 5, mask=busy, other=0)
         _store_ahead(
@@ -240,7 +237,6 @@ def plan_kernel(
             tl.load(record + 4, mask=busy, other=0),
             group,
             num_groups,
-            busy & (slot >= 0),
             TILE,
             BLOCK,
         )
